@@ -23,7 +23,8 @@ USER_ERROR_CODE = 2
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""File size up to which rows are checked early; rows of larger files are read when they are tokenised."""
+"""Maximum bytes of a row file that is checked before training starts. Rows of larger files are checked when
+they are tokenised."""
 
 # -- options --------------------------------------------------------------------------------------------
 
@@ -139,7 +140,8 @@ def read_model_shape(base: BaseSpec) -> ModelShape | None:
 
 
 def refuse_base(base: BaseSpec) -> None:
-    """Refuse a folder that holds no model, or a Hub id that the Hub does not know."""
+    """Raise an error if the base is a folder that holds no model, or an id that the Hugging Face Hub does not
+    know."""
     from weftune.base.config import model_folder, refuse_missing_base
     from weftune.jobs.spec.build import is_hub_id
 
@@ -153,8 +155,8 @@ def refuse_base(base: BaseSpec) -> None:
 
 
 def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
-    """Refuse invalid rows of small files, of all jobs at once. With `includes_job_names`, each mistake names
-    its job."""
+    """Raise one error with all mistakes in the small row files of all jobs. If `includes_job_names`, each
+    mistake also names its job."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []

@@ -206,7 +206,8 @@ def _send_request(run: Path, folder: Path, request: FileRequest) -> None:
 
 
 def _wait_for_answer(folder: Path, path: Path) -> RequestAnswer | None:
-    """Return the answer to a request; None if the run has ended without one, and the request is withdrawn."""
+    """Wait for the answer to a request and return it. If the run ends without an answer, withdraw the request
+    and return None."""
     from weftune.jobs.store.inbox import is_active, pop_answer
 
     began = last_active = time.monotonic()

@@ -46,9 +46,11 @@ class Plan:
     case: PlanCase
     choice: LayoutChoice
     outlook: Prediction | StreamOutlook
-    """Prediction for all devices or, with shares, for the devices of the first share."""
+    """Prediction for all devices or, if the jobs are divided into shares, for the devices of the first
+    share."""
     shares: ShareOutlook | None
-    """Prediction for all shares, if each device trains a share of the jobs."""
+    """Prediction for all shares (subsets of the jobs with their own processes). None if the jobs are not
+    divided."""
     window: FirstWindow
     admission: Admission
     run: WholeRun
@@ -57,11 +59,12 @@ class Plan:
     flags: str
     """Flags of `weftune train` that request the chosen number of workers."""
     sentences: Sequence[str] = ()
-    """A sentence for each decision, if requested."""
+    """Sentences that explain the planner's decisions, one per decision. Empty unless requested."""
     ablations: Sequence[Ablation] = ()
-    """Effect of each mechanism of the plan, if requested."""
+    """Effect of disabling each mechanism of the plan, one at a time. Empty unless requested."""
     measured_step_seconds: tuple[float, float] | None = None
-    """Measured seconds per round, before and after those of the ablations. None if nothing was measured."""
+    """Measured seconds per round (one global batch of every job) of the plan itself, before and after the
+    measurements of its ablations. None if nothing was measured."""
 
     @property
     def forecast(self) -> Forecast:
@@ -83,7 +86,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations
     choice = choose_planned_layout(case)
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
-        # The shares of a CPU share its cores.
+        # Shares that train on one CPU divide its cores.
         speeds = [replace(speed, flops=speed.flops / machine.shares) for speed in case.speeds]
         case = replace(case, speeds=speeds)
     admission, source = admit_first_jobs(case.shapes, choice), time_source(case, choice)
@@ -136,7 +139,8 @@ def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission)
 
 
 def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
-    """Divide the jobs into shares by the seconds of their whole training, and predict each share."""
+    """Divide the jobs into shares (subsets with their own processes) by the predicted seconds of each job's
+    whole training. Predict each share."""
     machine = choice.machine
     workers = machine.division.workers_per_share
     seconds = {name: alone / workers for name, alone in solo_job_seconds(case, machine).items()}
@@ -151,7 +155,8 @@ def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
 def _predict_whole_run(
     case: PlanCase, parts: Sequence[Prediction], waiting_jobs: Sequence[Iterable[str]]
 ) -> WholeRun:
-    """Predict the whole run on devices that train different jobs; `waiting_jobs` are queued on each."""
+    """Predict the whole run if several groups of devices train different jobs. `parts` has a prediction for
+    each group, and `waiting_jobs` the names of the jobs that wait for admission there."""
     ends: dict[str, float] = {}
     for part, names in zip(parts, waiting_jobs, strict=True):
         rate = rounds_at_rate(case.totals, part.forecast.tokens_per_second)
@@ -161,7 +166,8 @@ def _predict_whole_run(
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return the effect of each mechanism of the shown plan or, with shares, of the first share's plan."""
+    """Return the effect of disabling each mechanism of the plan. If the jobs are divided into shares, this is
+    the plan of the first share."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,
@@ -184,7 +190,8 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
 
 
 def stage_needs(prediction: Prediction) -> list[int]:
-    """Return the bytes on each device with full microbatches; all adapters are counted on each device."""
+    """Return the predicted bytes on each device when microbatches have their maximum size. Every device is
+    assumed to hold the adapters of all jobs of the first window."""
     memory, program = prediction.choice.memory, prediction.program
     needs = memory.worker_needs(list(prediction.window.shapes.values()), program.capacity, program.recompute)
     return [need.total_bytes(memory.fit) for need in needs]

@@ -64,7 +64,8 @@ def _show_plan_of_run(console: Console, plan: Plan) -> None:
 def show_sweeps(
     console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], job_totals: Mapping[str, JobTotal]
 ) -> None:
-    """Print the trials of each sweep as if none were dropped, and the expected time with halving."""
+    """Print when each trial of the sweeps ends if no trial is dropped, and the expected time of the run if
+    halving drops trials."""
     for one in sweeps:
         listed = {name: job_totals[name] for name in one.known_trials}
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
@@ -115,7 +116,7 @@ def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None
         highlight=False,
         markup=False,
     )
-    # Seconds are shown only with a profile, since without one a run predicts none.
+    # The seconds are known only with a profile: without one, a run predicts no time.
     expected, rounds = plan.window.prediction, count_noun(prediction.forecast.steps, "round")
     time = "" if expected.seconds is None else f"{duration_text(expected.seconds)} and "
     console.print(
@@ -171,7 +172,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
 
 
 def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
-    """Print the plan of a streamed base; the sentence about the base is the same as in a run."""
+    """Print the plan for a base that is streamed to the devices from host memory or from its files."""
     choice, seconds = plan.choice, outlook.forecast.seconds
     source = "read from its files" if choice.reads_weight_files else "streamed from host memory"
     console.print(

@@ -87,7 +87,8 @@ def select_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[SharedSamples]:
-    """Prepare every job's samples, identical data only once; raise the mistakes of all jobs at once."""
+    """Return the tokenised samples of all jobs. Jobs with identical data share one entry. Raise one error
+    with the mistakes of all jobs."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.jobs.courses import truncate_data
@@ -163,7 +164,8 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
 def draw_samples(
     group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), uses_marks: bool = False
 ) -> list[RenderableType]:
-    """Draw one dataset, with all text as `Text`, never markup; `uses_marks` is for output without colours."""
+    """Draw up to `rows` samples of one dataset. Their text is never interpreted as markup. If `uses_marks`,
+    supervised text is also shown between `MARKS`, for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text

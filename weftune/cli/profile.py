@@ -82,7 +82,8 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 
 def _send_process_bytes(spec: BaseSpec, connection: Connection) -> None:
-    """Measure in the new process; send the bytes used by the first worker and by any other worker."""
+    """Measure the bytes that this process uses as the first of several workers, and as any other worker,
+    before a base is loaded. Send both numbers."""
     import torch
 
     from weftune.base.load import inspect
@@ -118,7 +119,8 @@ def _measure_profile(
 
 
 def kinds_table(profile: Profile, shape: ModelShape) -> Table:
-    """Return a table of milliseconds per pass over 256 supervised tokens in four samples, with rank 8."""
+    """Return a table with the milliseconds that each part of a pass (embedding, layer, head, adapter) takes
+    for 256 supervised tokens in four samples and an adapter of rank 8."""
     rank, tokens, samples = 8, 256, 4
     widths = sum(site.values_per_token for site in shape.sites if not site.experts)
     work = PassWork(

@@ -241,7 +241,8 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
 def _train_in_process(
     run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()
 ) -> None:
-    """Train in this process and its workers, or train one share of the jobs on each of `devices`."""
+    """Train in this process, as the first worker if there are several. With several `devices`, divide the
+    jobs instead among teams of processes, whose first processes use these devices."""
     with count_imports():
         from rich.console import Console
 
@@ -281,7 +282,8 @@ def _job_count_text(run: RunSpec) -> str:
 
 
 def _shares_text(shares: int, options: Options) -> str:
-    """Return `, shared by 2 devices`, or `, in 2 shares of 2 stages` with several workers each."""
+    """Return text that says how the jobs are divided, such as `, shared by 2 devices` or, if every share of
+    the jobs has several workers, `, in 2 shares of 2 stages`."""
     workers = options.workers_per_share
     if workers == 1:
         return f", shared by {shares} devices"
@@ -306,7 +308,8 @@ def _workers_text(worker: WorkerPosition) -> str:
 def _print_results(
     console: Console, trainer: Trainer, results: Mapping[str, Result], codes: set[int]
 ) -> None:
-    """Print all jobs and the wall time, and set the exit code; `codes` are the exit codes of shares."""
+    """Print the table of all jobs and the wall time, and set the exit code. `codes` are the exit codes of the
+    processes that trained shares of the jobs."""
     from weftune.jobs.store.status import State
     from weftune.jobs.sweeps.record import records_in
     from weftune.report.effort import wall_time_sentence

@@ -17,8 +17,8 @@ from weftune.report.read import read_run as read_records
 from weftune.trainer.options import Options
 
 WINDOWS = 3
-"""Number of windows that are trained. The first one is not counted, since it is planned with guessed speeds
-and its passes begin slowly."""
+"""Number of windows (microbatches that are planned together) that are trained per measurement. The first
+window is not counted, since its plan uses guessed speeds and its passes begin slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class MeasuredAblations:
     """Measured times of a plan and of its ablations."""
 
     step_seconds: tuple[float, float]
-    """Seconds per round of the plan itself, measured before all ablations and after them. Their difference
-    shows by how much measurements vary."""
+    """Seconds per round (one global batch of every job) of the plan itself, measured before all ablations and
+    after them. Their difference shows by how much measurements vary."""
     ablations: tuple[Ablation, ...]
     """The ablations of the plan. Those that options of a run can produce have their measured time."""
 
@@ -70,12 +70,13 @@ def select_jobs(run: RunSpec, names: Collection[str]) -> RunSpec:
 
 
 def without_evaluations(run: RunSpec) -> RunSpec:
-    """Return the run without evaluations, after which a pipeline drains whatever the mechanisms are."""
+    """Return the run without its evaluations. A pipeline drains after each evaluation, whichever of its
+    mechanisms are enabled."""
     return replace(run, jobs=tuple(replace(job, eval=None, early_stop=None, keep="last") for job in run.jobs))
 
 
 def _token_seconds(run: RunSpec, options: Options, max_steps: int) -> float:
-    """Train the jobs of `run` and return the seconds per token of all windows but the first."""
+    """Train the jobs of `run` and return the seconds per token. The first window is not counted."""
     with TemporaryDirectory(prefix="weftune-") as folder:
         output = Path(folder) / "output"
         results = train(run, output=output, max_steps=max_steps, options=options, progress=False)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
-"""Number of global batches of each job that `weftune plan` inspects, equal to that of a training window."""
+"""Number of global batches of each job that `weftune plan` inspects. Training plans as many at once, in a
+window."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """If there are more than `MANY_JOBS` jobs, `weftune plan` inspects `FEW_ROUNDS` global batches of each, since
 many jobs have many samples and planning should take only seconds."""
@@ -109,9 +110,9 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def job_window(self, name: str, rounds: int, begins_run: bool = True) -> JobWindow:
-        """Return the job's first `rounds` global batches. If `begins_run` is True, an evaluation precedes
-        them if the job has held-out samples; a job with a reference policy then only scores its samples
-        instead."""
+        """Return the job's first window: `rounds` global batches and, if `begins_run` is True and the job has
+        held-out samples, an evaluation before them. If `begins_run` is True and the job has a reference
+        policy, return instead a window that only scores the job's samples."""
         job = next(one for one in self.jobs if one.name == name)
         if begins_run and job.reference_data is not None:
             return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored_sample_count))

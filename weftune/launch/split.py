@@ -59,10 +59,10 @@ from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
-"""Seconds without a message after which the process of a share counts as lost. It is long because Python's
-GIL may delay messages."""
+"""Seconds without a message after which a process that trains a share of the jobs counts as lost. The time is
+long because Python's GIL may delay messages."""
 USER_ERROR = 2
-"""Exit code of a share that was ended by a user error."""
+"""Exit code of the processes of a share (a subset of the jobs) if a user error has ended them."""
 SAMPLED_BATCHES = 16
 """Number of global batches, spread over a job's steps, from which the time of all its batches is
 estimated."""
@@ -70,7 +70,7 @@ estimated."""
 
 @dataclass(frozen=True, slots=True)
 class ShareMistake:
-    """A message to the launcher that a user error has ended a share."""
+    """A message to the launcher: a user error has ended the processes of a share (a subset of the jobs)."""
 
     share: int
     sentence: str
@@ -163,7 +163,7 @@ def _show_shares(
 
 
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
-    """Pause the trials that still wait for a decision of their sweep when the last round has ended."""
+    """After the last round, pause the trials for which their sweep has not decided whether they continue."""
     for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
         if name in store and store.job(name).state is State.QUEUED:
             reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
@@ -243,7 +243,8 @@ def _run_shares(
     shares: Sequence[DeviceShare],
     teams: Sequence[Team],
 ) -> list[TeamEnd]:
-    """Run all shares and merge their job records into the store. Return how each share ended."""
+    """Train every share of the jobs in its team of processes, and merge the job records of all shares into
+    the store. Return how each team ended."""
     for job in prepared_jobs:
         store.add_job(job.name)
         status = store.job(job.name)
@@ -336,7 +337,8 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
 def _share_teams(
     run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], devices: Sequence[str], memory: int | None
 ) -> list[Team]:
-    """Return one team of processes per share, which trains only the jobs of that share."""
+    """Return one team of processes for each share (subset of the jobs). The team trains only the jobs of its
+    share."""
     options = replace(trainer.options, gpus=None, memory=memory, resume=True, restart=(), retry=())
     found = []
     for number, share in enumerate(shares):
@@ -363,7 +365,8 @@ def _share_team(name: str, main: WorkerMain, workers: int) -> Team:
 
 
 class ShareView:
-    """The progress view of a share, which sends all messages to the launcher, where they are displayed."""
+    """The progress view in a process that trains a share of the jobs. It sends all messages to the launcher,
+    which displays them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -429,8 +432,9 @@ def run_share(
 
 @contextmanager
 def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl | None]:
-    """Connect this process to the other workers of its share, and yield what `connect_workers` yields. Yield
-    None if the share has only one process."""
+    """Connect this process to the other workers of its share of the jobs. Yield a `WorkerControl` in the
+    first worker. Other workers execute its commands and then yield None. If there is only one process, yield
+    None."""
     device = torch.device(options.device or "cpu")
     if workers > 1:
         position = read_position()

@@ -32,8 +32,8 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_CURVES = len(_COLOURS) * len(_DASHES)
-"""Maximum number of jobs with curves, each with its own pen. More could not be distinguished and would make
-the page slow."""
+"""Maximum number of jobs with curves. Each curve has its own combination of colour and dashes (its pen). More
+could not be distinguished and would make the page slow."""
 
 _MAX_DROPPED = 200
 """Maximum number of curves of trials that were dropped from a sweep. They all have the same pen."""

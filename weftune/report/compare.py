@@ -111,10 +111,12 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """Return a mapping from each best job to its held-out rows, which are empty if all jobs have the same.
+    """Return a mapping from the name of each best job to a short name of its held-out rows, or to an empty
+    text if all jobs have the same rows.
 
-    A job is best if it is the best of at least two with the same rows, there are enough rows, and it is
-    better than the base."""
+    A job is best if it is the best of at least two with the same rows, there are enough rows, and it is not
+    worse than the base.
+    """
     groups = validation_groups(jobs)
     return {
         rivals[0].name: validation_rows(rivals[0]) if len(groups) > 1 else ""
@@ -203,7 +205,8 @@ class RunVerdict:
 
 
 def verdicts(run: Run) -> tuple[RunVerdict, ...]:
-    """Return one verdict per sweep and per set of held-out rows; a single one if nothing was evaluated."""
+    """Return one verdict per sweep and per set of held-out rows of other jobs, up to `_MAX_GROUPS` sets. If
+    nothing was evaluated, the only verdict says so."""
     trials = run.trials
     plain = [job for job in run.jobs if job.name not in trials]
     groups = sorted(validation_groups(plain), key=len, reverse=True)

@@ -31,8 +31,9 @@ class Errors:
 
 
 def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bool) -> Errors:
-    """Return the relative errors of the times that were predicted for windows whose jobs or sample lengths
-    had changed: of those that compiled kernels or captured graphs, or of all others."""
+    """Return the mean relative errors of predicted times and peaks, over the windows whose jobs or sample
+    lengths had changed. If `includes_compilation`, only windows that compiled kernels or captured graphs are
+    counted, and otherwise only all others."""
     counted = [
         window
         for window in windows
@@ -165,7 +166,8 @@ class WallBar:
 
 
 def wall_time_bar(wall_time: WallTime) -> WallBar:
-    """Return the phases in order. The page is drawn before the run ends, so the last phase may be missing."""
+    """Return the bar of a run's wall time, with the phases in order. The page is drawn before the run ends,
+    so the last phase may be missing."""
     drawn_early = "" if wall_time.phases[Phase.REPORT] else ", until this page was drawn"
     told = [phase for phase in Phase if wall_time.phases[phase] >= MIN_SECONDS]
     whole = max(wall_time.seconds, sum(wall_time.phases[phase] for phase in told), 1e-9)

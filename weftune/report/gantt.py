@@ -188,7 +188,8 @@ def _chart_data(
 
 
 def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[int]:
-    """Return job and tokens of each segment as a flat list; adjacent segments of one job are merged."""
+    """Return a flat list for the jobs in a microbatch: the index of a job, the number of its tokens, and so
+    on. Adjacent segments of one job are merged."""
     found: list[int] = []
     for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
         found += (jobs[job], sum(one.tokens for one in group))
@@ -236,7 +237,7 @@ def _hue(number: int) -> str:
 
 
 def lane_names(timeline: Timeline) -> list[str]:
-    """Return all lanes that have an event, sorted by device."""
+    """Return the names of all lanes (one per device and stream) that have an event, sorted by device."""
     used = {(one.device, one.lane) for one in timeline.events}
     return [
         lane_name(device, lane)

@@ -156,7 +156,8 @@ class JobView:
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
-    """Write `report.html` of an output folder and return its path; `run` is the folder's content, if read."""
+    """Write `report.html` of an output folder and return its path. `run` is the content of the folder, if it
+    has been read already."""
     run = run or read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"

@@ -52,7 +52,8 @@ class MetricLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowLine:
-    """One executed window, with its measured and predicted values."""
+    """One executed window (microbatches that were planned together), with its measured and predicted
+    values."""
 
     tokens: int
     microbatches: int
@@ -198,8 +199,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _read_metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics. For a job of a share, only the lines of the share are returned, since they
-    are complete."""
+    """Return all lines of metrics. If processes trained shares (subsets) of the jobs, the lines of such a job
+    come from the folder of its share, where they are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [

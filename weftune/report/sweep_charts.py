@@ -36,17 +36,17 @@ from weftune.report.svg import (
 from weftune.report.words import loss_text
 
 _MAX_KEYS = 6
-"""Maximum number of keys that are drawn; those with the most values are chosen."""
+"""Maximum number of swept keys that are drawn. The keys with the most values are chosen."""
 _MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a share of the axis."""
 _LEAST_RATIO = 4
 """Ratio of the largest to the smallest value below which an axis is linear."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
-"""Colours of the rungs, from the first rung to the last step."""
+"""Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
-"""Values are outliers, drawn at the end of the axis, if their distance from the best is more than this
-multiple of the median's distance."""
+"""Maximum distance of a value from the best value, as a multiple of the median's distance from it. Values
+beyond are outliers, drawn at the end of the axis."""
 _FEWEST = 6
 """Minimum number of values from which outliers are determined."""
 
@@ -176,7 +176,8 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float | None:
-    """Return a trial's value at a rung; if that is the last step, None unless the trial has finished."""
+    """Return a trial's metric at a rung (a comparison of trials, counted from 0), or None if it was not
+    measured. At the last step, only finished trials have a value."""
     if is_last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -208,14 +209,16 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Return a mapping from each trial that was measured at a rung to its value at the rung."""
+    """Return a mapping from the name of each trial that was measured at a rung (a comparison of trials,
+    counted from 0) to its metric there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
-    """Return the range from best to worst over all rungs, without the outliers of each rung."""
+    """Return the range of the metric over the first `count` rungs (comparisons of trials). The outliers of
+    each rung are left out."""
     measured = (list(_rung_values(record, rung).values()) for rung in range(count))
     spans = [_inlier_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)

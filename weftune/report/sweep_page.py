@@ -80,7 +80,8 @@ class SweepView:
     """The best trials, which are not collapsed."""
     other_trials: list[TrialView]
     rungs: list[tuple[str, ...]]
-    """Rows of the table of rungs: step, trials that began, percentage and number that continue, the cut."""
+    """Rows of the table of rungs (steps at which trials are compared): the step, how many trials began, the
+    percentage and number that continue, and the scores nearest to the cut."""
     charts: tuple[Chart, ...]
     """Parallel coordinates of all trials, and the metric against each key; empty if nothing is measured."""
     winners: list[tuple[str, str, str]]

@@ -205,7 +205,7 @@ class LiveView:
         self._next_draw = drawn + max(_REDRAW_SECONDS, (drawn - began) / _DRAW_SHARE)
 
     def _view_content(self) -> Group:
-        """Return the table that the live view shows now."""
+        """Return the renderable that the live view shows now: the table of jobs with the lines around it."""
         with self._lock:
             rows = [self._use_trial_state(row) for row in self._rows.values()]
             leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}

@@ -80,7 +80,8 @@ def count_noun(count: int, singular: str) -> str:
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
-    """Map each path to the shortest sequence of its last parts that distinguishes it from the other paths."""
+    """Return a mapping from each path to the shortest sequence of its last parts that distinguishes it from
+    the other paths."""
     parts = {path: PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tails = {path: "/".join(some[-count:]) for path, some in parts.items()}

@@ -207,7 +207,8 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def end_early(self) -> bool:
-        """Drop unfinished global batches, and return True, since no other worker waits for this one."""
+        """Drop unfinished global batches. Return True, so that the window ends now: no other worker waits for
+        this one."""
         self._timed = []
         self._adapters.abandon()
         return True

@@ -105,8 +105,8 @@ class Executor:
         """Indices of the microbatches whose backward this worker runs in the current window."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
-        """Maps (job, step, offset of the sample) to the keys and values of a long sample whose chunks are
-        being processed."""
+        """Maps (job, step, offset of the sample) to the attention keys and values of a long sample whose
+        chunks are being processed."""
         self.unfinished = FINISHED
         """Global batches that the last window left unfinished, whose microbatches are in flight here."""
         self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
@@ -169,7 +169,8 @@ class Executor:
             attached.version = version
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot of the job. A checkpoint is written from it while training continues."""
+        """Take a snapshot of the job, and start to write a checkpoint from it under `folder` while training
+        continues."""
         self.writer.save(folder, self.snapshot(job))
 
     def snapshot(self, job: str) -> Snapshot:
@@ -227,8 +228,8 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _inherit(self, program: Program) -> None:
-        """Give the microbatches in flight the indices that the Program has for them. If the Program inherits
-        none, drop the microbatches that the last window left in flight."""
+        """Give the microbatches that the last window left unfinished their indices in this Program. If the
+        Program continues none of them, drop them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
@@ -492,8 +493,9 @@ class Executor:
     # -- rows --------------------------------------------------------------------------------------------
 
     def _find_in_flight(self, visit: StageVisit, kind: type[ForwardPass]) -> InFlight | None:
-        """Return the state of a microbatch in flight, whose tensors are copied to the device at its first
-        stage. None if all its jobs have failed."""
+        """Return the state of a microbatch that this worker is processing. At the worker's first stage,
+        create the state and copy the microbatch's tensors to the device. Return None if all of its jobs have
+        failed."""
         if visit.stage == self.part.own_stages[0]:
             plan = self.agreement.without_failed_jobs(self._program.microbatches[visit.microbatch])
             if plan.segments:
@@ -509,8 +511,8 @@ class Executor:
         return self._in_flight.get(visit.microbatch)
 
     def _find_sample_keys(self, plan: MicrobatchPlan) -> SampleKeys | None:
-        """Return the keys and values of the long sample of which the microbatch is a chunk. None if it is not
-        a chunk."""
+        """Return the attention keys and values of the long sample that the microbatch is a chunk of. None if
+        the microbatch is not a chunk."""
         if (sample := self._program.whole_sample(plan)) is None:
             return None
         segment = plan.segments[0]

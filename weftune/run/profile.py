@@ -90,8 +90,8 @@ CASES = (
     ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
-"""Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because the time of smaller ones
-would be that of launches."""
+"""Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
+measure the time of kernel launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
 """Case that is measured again while other work runs in another thread (`beside` in `measure_profile`)."""
@@ -160,7 +160,7 @@ class _Peaks:
     """The peak bytes in use since the start of the profile, minus the bytes in use before it.
 
     An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
-    It then equals the peak of a process that runs no larger pass.
+    The measured peak then equals that of a process that runs no larger pass.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -186,10 +186,11 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each measured pass with its peak bytes besides base and adapters, or 0 if there was no new peak."""
+        """Each measured pass, with its peak bytes minus those of the base and the adapters, or 0 if its peak
+        did not exceed all earlier ones."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
-        """Extra seconds of the first pass of each case compared to a later one."""
+        """For each case, the seconds by which the first pass took longer than a later one."""
 
     def __enter__(self) -> _Bench:
         return self
@@ -216,7 +217,8 @@ class _Bench:
             self.first_seconds.append(max(0.0, times[0].seconds - middle.seconds))
 
     def measure_delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
-        """Return the extra seconds that passes take while `work` runs in another thread."""
+        """Run passes until `work` has ended in another thread. Return the total seconds by which the work
+        delayed them."""
         with self._attach_jobs(case) as names:
             rounds = self._warmup + self._repeats
             times, _ = self._measure_times(case, names, rounds)

@@ -24,8 +24,8 @@ from weftune.run.training.state import Training
 
 
 class ShardShortage(RuntimeError):
-    """Raised if a shard runs out of memory. The others wait for sums that it cannot compute, so all shards
-    restart."""
+    """Raised if a shard (one of the workers among which every layer is divided) runs out of memory. All
+    shards restart, since the others wait for sums that this one cannot compute."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(

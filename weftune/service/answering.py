@@ -47,7 +47,7 @@ class ChatPrompt:
 class ChatAnswer:
     stream: StreamedAnswer
     serial: int | None
-    """Serial number of the attachment that answers. None for the base."""
+    """Serial number of the attachment of the adapter that answers. None for the base."""
 
 
 class AnsweringBase:
@@ -179,14 +179,15 @@ class AnsweringBase:
             self._decoder.cancel(answer.stream.generation)
 
     def detachment_text(self, answer: ChatAnswer) -> str | None:
-        """Return a sentence if the adapter that generates the answer is no longer attached, else None."""
+        """Return a sentence for the client if the adapter that generates the answer is no longer attached,
+        and None otherwise."""
         attached = self._adapted.banks.attached.get(answer.stream.adapter)
         if answer.serial is None or (attached is not None and attached.serial == answer.serial):
             return None
         return "The job left the device during the answer; ask again, or ask its finished adapter."
 
     def turn(self) -> Collection[ChatAnswer]:
-        """Run one pass, and return the answers for which it generated a token."""
+        """Run one pass of the decoder, and return the answers for which it generated a token."""
         continued = set(self._open_decoder().run_pass())
         return {answer for answer in self._running if answer.stream.generation in continued}
 

@@ -6,7 +6,7 @@ Both sides write JSON lines to a Unix socket. A request is
 
 and its answers are {"id", "text"} pieces, then {"id", "finish_reason", "prompt_tokens", "completion_tokens"}
 or {"id", "error", "code"}. A connection that is closed cancels its requests. The module does not import
-torch: the training process loads what answers when it creates a `ChatServer`.
+torch: creating a `ChatServer` imports the modules that generate answers.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class ChatServer:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request of a connection. It can be answered from any thread."""
+    """One request that arrived over a connection. Any thread may answer it."""
 
     loop: asyncio.AbstractEventLoop
     writer: asyncio.StreamWriter

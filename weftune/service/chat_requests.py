@@ -103,7 +103,7 @@ def parse_request(values: Mapping[str, Any]) -> ChatRequest:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether a value is a message whose texts are valid Unicode."""
+    """Return whether a value is a message whose texts are valid Unicode."""
     if not isinstance(value, dict) or not {"role", "content"} <= value.keys():
         return False
     return all(isinstance(text, str) and not SURROGATE.search(text) for text in value.values())

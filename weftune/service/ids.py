@@ -1,4 +1,4 @@
-"""Ids of stored objects, and the names under which adapters answer."""
+"""Ids of stored objects, and the model names under which adapters answer prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """The parts of the name under which an adapter answers."""
+    """The parts of the model name under which an adapter answers prompts."""
 
     base: str
     tenant: str

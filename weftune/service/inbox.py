@@ -43,7 +43,7 @@ class ServiceInbox:
         """Function that is called while no job trains, to answer prompts. Its argument is the number of
         seconds that it may take."""
         self.entered: set[str] = set()
-        """Jobs that were passed to the loop. Ended jobs are removed at the next read."""
+        """Jobs that were passed to the training loop. Ended jobs are removed at the next read."""
         self.cursors = {"prepared": 0, "commands": 0}
         """Maps `prepared` and `commands` to the number of the last row that was read."""
         self._read_at = float("-inf")

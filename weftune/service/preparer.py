@@ -266,7 +266,7 @@ class _PreparerProcess:
         return reply["value"]
 
     def _request_from_process(self, payload: bytes) -> dict[str, Any] | None:
-        """Return the reply, or None if the process died."""
+        """Send a request to the process and return the reply, or None if the process died."""
         if self._closed:
             return None
         if self._running is None or self._running.poll() is not None:

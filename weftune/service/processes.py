@@ -50,7 +50,8 @@ class Member:
 
     name: str
     main: str
-    """`module:function`; the function receives the settings and returns when the process is told to stop."""
+    """Function that the process runs, as `module:function`. It receives the settings, and returns when the
+    process is told to stop."""
 
 
 TRAINING = Member("training", "weftune.service.training:main")

@@ -35,7 +35,7 @@ def decay_usage(tokens: float, seconds: float) -> float:
 
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
-    """Return the inputs of the policy as JSON values, which are recorded with each window."""
+    """Return the inputs of the admission policy as JSON values, which are recorded with each window."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -103,8 +103,8 @@ def _queued_job(
 
 
 def new_job(requests: RequestStore, submission: Submission, position: int = 0) -> QueuedJob:
-    """Return a queue entry for a job that has not been submitted yet. It follows all jobs of its tenant with
-    equal priority, and new ones with a lower `position`."""
+    """Return a queue entry for a job that has not been submitted yet. The job follows all jobs of its tenant
+    with equal priority, and new jobs with a lower `position`."""
     file = requests.file(submission.tenant, submission.training_file)
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)

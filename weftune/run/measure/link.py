@@ -52,10 +52,9 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 
 def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
-    """Return the bytes per second at which these files are read, measured on a sample in chunks, as a run
-    reads them. Weights stay in their files only if memory, and so the page cache, is too small for them.
-    Therefore the sample is dropped from the cache first; if the system keeps it anyway, it will also do so in
-    the run."""
+    """Return the bytes per second at which a sample of these files is read in chunks, as in a run. The sample
+    is first dropped from the page cache, because weights stay in files only if memory is too small for them.
+    If the system keeps the sample in the cache anyway, it also does so in a run."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:

@@ -103,6 +103,6 @@ def _write_by_kernel(weight_format: WeightFormat, parts: Mapping[str, Tensor], o
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Return the tiled route if its kernels run on the device, else the segmented one. With both, a NaN in
-    one job does not reach other jobs."""
+    """Return how adapters are computed on the device: by the tiled kernels if they run there, and otherwise
+    segment by segment. With both, a NaN in one job does not reach other jobs."""
     return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

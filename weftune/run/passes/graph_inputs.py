@@ -33,10 +33,12 @@ class GatheredJob:
 
     job: str
     serial: int
-    """Serial number of the job's attachment. The graph reads memory that was allocated at that attachment."""
+    """Serial number of the job's attachment to the base. The graph reads memory that was allocated when the
+    job was attached."""
     rows: int
     keys: int = 0
-    """Number of prefix keys before every sample."""
+    """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
+    adapters."""
     samples: int = 0
     """Number of reserved samples, if there are prefix keys."""
 
@@ -47,8 +49,8 @@ class GatheredJob:
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
-    """Return the jobs of the microbatch whose rows are gathered by index, in the order in which they were
-    attached."""
+    """Return the jobs of the microbatch whose rows are gathered by index, with the sizes to reserve for them,
+    in the order in which the jobs were attached."""
     found = []
     for segment, attached in banks.gathered_segments(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
@@ -64,7 +66,7 @@ def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 
 
 class Gathering:
-    """Index tensors by which the graphs of one key gather the rows of jobs."""
+    """Index tensors with which all CUDA graphs that have the same key gather the rows of jobs."""
 
     def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
         """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
@@ -176,7 +178,7 @@ def make_graph_key(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, c
 
 
 class GraphInputs:
-    """The input tensors that all graphs of one key share."""
+    """The input tensors that are shared by all CUDA graphs with the same key."""
 
     def __init__(self, banks: Banks, key: GraphKey, device: torch.device) -> None:
         self._banks = banks

@@ -41,12 +41,13 @@ MOST_GRAPHS = 128
 
 
 GraphPlace = tuple[GraphKey, int, int]
-"""Key, stage and instance of a captured graph. Each microbatch in flight uses another instance."""
+"""Key, stage and instance of a captured graph. Microbatches that are in flight at the same time use different
+instances."""
 
 
 class CapturedPasses:
-    """Passes whose forward is kept, captured as CUDA graphs where that saves time. The first pass with a key
-    runs uncaptured, so that its kernels are compiled."""
+    """Passes over stages that keep activations from forward to backward, captured as CUDA graphs where that
+    saves time. The first pass with a key runs uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], captures_early: bool = True) -> None:
         """If `captures_early`, a pass is captured the second time that its key occurs, even if that may not
@@ -64,7 +65,7 @@ class CapturedPasses:
         self._pools: list[Any] = []
         """Memory pools of the graphs, one for each instance."""
         self._replayed: dict[StageVisit, GraphPlace] = {}
-        """Maps each replayed pass that waits for its backward to the graph that was replayed."""
+        """Maps each pass whose forward was replayed and whose backward has not run yet to its graph."""
 
     @property
     def captures(self) -> int:

@@ -19,9 +19,10 @@ CHUNK_BYTES = 8 << 20
 
 
 class HostCopies:
-    """Copies between device and host on two streams of their own. On the stream that loads stages, an input
-    would wait for stages that are needed only later; on the stream that evicts them, it would delay the reuse
-    of a slot. An input is small compared to a stage. If a CPU acts as the device, each copy is made at once.
+    """Copies of stages' inputs between device and host, on two streams used for nothing else. On the stream
+    that loads stages, an input would wait for stages that are needed only later. On the stream that evicts
+    stages, it would delay the reuse of a slot (the device memory of a stage). If a CPU acts as the device,
+    each copy is made at once.
 
     Tensors are allocated and freed on the compute stream, after it has waited for their copy. So the tensors
     on the device at any time follow from the Program, not from how far the host runs ahead.
@@ -97,7 +98,8 @@ class HostStore:
         self._rooms: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
         self._waiting: dict[tuple[int, int], Tensor] = {}
-        """Maps (layer, number of the vector) to the values in host memory that were not requested yet."""
+        """Maps (layer, number of the vector) to the vector's values in host memory, until they are requested
+        back."""
         self._leaving: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
         complete."""

@@ -104,7 +104,8 @@ class Layers:
             rotary.forward = Angles(rotary, self._device)
 
     def _final_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
-        """Compute the final norm, after the last layer. It replaces the norm's own forward."""
+        """Apply the model's final norm to the output of the last layer. This function replaces the forward of
+        the norm's module."""
         if self._angles is not None:
             return h_1TD
         h_TD, tile_rows = h_1TD[0], self.recompute.tile_rows
@@ -263,7 +264,8 @@ class FusedLayer:
     # -- half layers --------------------------------------------------------------------------------------
 
     def normalise_half(self, is_feed_forward: bool, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual around the attention or the feed-forward, and the normalised input."""
+        """Return the residual around half a layer (its attention or its feed-forward), and the normalised
+        input of that half."""
         norm = self._before_mlp if is_feed_forward else self._before_attention
         return norm.norm_with_residual(h_TD)
 
@@ -284,9 +286,9 @@ class FusedLayer:
     def _add_branch(
         self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards_output: bool = False
     ) -> Tensor:
-        """Return the residual plus the output of a branch's last linear and, if there is one, the norm after
-        it. If layers are divided into shards, the linear's output is summed over them, unless
-        `discards_output` says that its values may be arbitrary."""
+        """Compute the last linear of a branch (attention or feed-forward) and, if there is one, the norm
+        after it. Return the residual plus the result. If layers are divided into shards, the linear's output
+        is summed over them, unless `discards_output` says that its values may be arbitrary."""
         if self._sum_over_shards is None:
             return linear(x, h_TD) if norm is None else norm.add_norm(h_TD, linear(x, None))
         y_TD = linear(x, None)
@@ -297,8 +299,8 @@ class FusedLayer:
     def _norm_and_project(
         self, h_TD: Tensor, norm: FusedNorm, linear: Linear, recomputes: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute the norm and the linears at the start of a branch. Return the residual around the branch,
-        and the output of the linears."""
+        """Compute the norm and the linears at the start of a branch (attention or feed-forward). Return the
+        residual around the branch, and the output of the linears."""
         h_TD, n_TD = norm.norm_with_residual(h_TD)
         with recompute_saved(n_TD, partial(norm, h_TD.detach()), recomputes):
             if self._sum_over_shards is not None:
@@ -308,7 +310,8 @@ class FusedLayer:
 
 @contextmanager
 def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """If `recomputes`, make autograd save a function that recomputes `output`, not the tensor."""
+    """Within the context, if `recomputes`, make autograd save the function `make`, which recomputes `output`,
+    instead of the tensor `output`."""
     if not recomputes:
         yield
         return

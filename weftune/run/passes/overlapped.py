@@ -96,7 +96,8 @@ class OverlappedPasses:
         return self._adapted.fused and team is not None and team.start_sum is not None
 
     def is_open(self, visit: StageVisit) -> bool:
-        """Return whether this visit has begun with a half layer and has not ended."""
+        """Return whether this pass of a microbatch over a stage has begun with a half layer and has not
+        ended."""
         return visit in self._open
 
     def forget(self) -> None:
@@ -193,6 +194,6 @@ class OverlappedPasses:
         return self._adapted.layers
 
     def _apply_adapters(self, one: _OpenPass) -> AbstractContextManager[None]:
-        """Apply the adapters of the jobs in this microbatch within the context."""
+        """Return a context in which the adapters of the jobs in this microbatch apply."""
         adapted = self._adapted
         return adapted.banks.bound(one.flight.laid.microbatch, adapted.route, True, one.membership.rows)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 LEAST = 64
-"""Smallest bucket of sample lengths, in tokens. Lengths are rounded up to their bucket."""
+"""Smallest value to which lengths of samples, in tokens, and numbers of rows are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ class DeviceMicrobatch:
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
-    """Counter of each row, from which the random numbers of dropout are computed, on the host."""
+    """For each row, the counter from which the random numbers of dropout are computed. The array is in host
+    memory."""
     rows_S: Tensor
     sections: list[int]
     supervised: NDArray[np.int64]
-    """Indices of the supervised rows, on the host."""
+    """Indices of the supervised rows, in host memory."""
 
     def count_supervised(self, start: int, stop: int) -> int:
         """Return the number of supervised rows among the rows from `start` to `stop`."""
@@ -149,7 +150,7 @@ def bucket(value: int, min_value: int) -> int:
 
 
 def longest_bucket(longest: int, context: int) -> int:
-    """Return the bucket of the longest sample's length, which is at most the base's context."""
+    """Return the longest sample's length, rounded up to a power of two, but at most the base's context."""
     return min(context, bucket(longest, LEAST))
 
 
@@ -191,7 +192,7 @@ class InFlight:
     laid: DeviceMicrobatch
     pass_times: TimedPass
     sample_keys: SampleKeys | None = None
-    """Keys and values of a long sample, if the microbatch is a chunk of it."""
+    """Attention keys and values of a long sample, if the microbatch is a chunk of that sample."""
     scores: Scores | None = None
     """Losses of the microbatch, once it has passed the model's last stage on this worker."""
     _membership: Membership | None = None

@@ -43,8 +43,8 @@ class Scores:
     losses: list[Tensor]
     correct: list[Tensor]
     metrics: list[Tensor | None]
-    """Metrics of each segment's objective, [M], as contributions to the means over the global batch. None for
-    supervised fine-tuning."""
+    """For each segment (rows of one job), its contributions [M] to the means of the objective's metrics over
+    the global batch. None for supervised fine-tuning."""
 
     def gradient_TD(self, failed_jobs: Collection[str] = ()) -> Tensor:
         """Return the gradient of all losses at the last hidden states, and drop the hidden states; call this
@@ -107,7 +107,8 @@ class Scorer:
         self._log_ratios.clear()
 
     def record_mismatched_scores(self, sums: Sequence[Sequence[float]], laid: DeviceMicrobatch) -> None:
-        """Store the scores for the KL term of KTO, given by segment, for the losses that follow."""
+        """Store the scores of mismatched samples, from which later losses compute the KL term of KTO. `sums`
+        has the scores of each segment (rows of one job)."""
         references_S = laid.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
         for segment, logprobs in zip(laid.microbatch.segments, sums, strict=True):
@@ -117,8 +118,8 @@ class Scorer:
                 self._log_ratios.setdefault(key, []).extend(ratios)
 
     def kl_sums(self, job: str, step: int) -> list[float]:
-        """Return four numbers for the KL term of a job after a step: sum and number of the stored values for
-        the next global batch, then sum and number for the held-out samples."""
+        """Return four numbers for the KL term of a KTO job after a step: sum and number of the stored values
+        for the next global batch, then sum and number for the held-out samples."""
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
@@ -142,8 +143,9 @@ class Scorer:
         supervised: Callable[[Segment], int],
         counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return the training losses of all segments. `supervised` returns the number of supervised tokens of
-        a segment's whole global batch, and `counts` the number for each of its samples."""
+        """Return the training losses of all segments (rows of one job each). For the global batch of a
+        segment, `supervised` returns the number of supervised tokens, and `counts` their number in each
+        sample."""
         segments = laid.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, laid, supervised)

@@ -85,10 +85,10 @@ class KeptActivations:
 class OffloadedActivations:
     """Keeps inputs on the device only around the passes that read them, and in host memory in between.
 
-    An input is copied to the host as soon as it is computed, so that the copy has a whole visit's time, and
-    is dropped from the device after its stage's forward. It is fetched during its microbatch's backward
-    through the next stage, one visit ahead of its use. At the last stage the backward follows at once: its
-    inputs are kept.
+    An input is copied to the host as soon as it is computed, so that the copy can run during the whole
+    forward of the stage. After this forward, the input is dropped from the device. It is fetched during its
+    microbatch's backward through the next stage, one pass before its use. At the last stage the backward
+    follows at once, so its inputs stay on the device.
     """
 
     def __init__(self, base: StreamedBase, waited: Waited) -> None:
@@ -134,7 +134,7 @@ class OffloadedActivations:
             self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
     def _host_TD(self, visit: StageVisit) -> Tensor:
-        """Return the rows in host memory of a stage's input for a microbatch."""
+        """Return the host memory for the input of this microbatch at this stage."""
         return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
     def read(self, visit: StageVisit) -> Tensor:

@@ -62,8 +62,8 @@ class Piece:
 
     kept_range: StagePart
     computed_range: StagePart
-    """Computed range: `kept_range`, extended to multiples of ALIGNMENT. Results in the extension are
-    dropped."""
+    """Range that is updated on the device: `kept_range`, extended to multiples of ALIGNMENT. Results outside
+    `kept_range` are dropped."""
 
     @property
     def kept_offsets(self) -> StagePart:
@@ -206,8 +206,8 @@ class HostSteps:
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
         """Start the updates of these pairs concurrently with other work of the device. New weights are copied
-        to the host, and to the device's memory for them once the events in `writable` are done. Readers wait
-        with `wait_for_updates`."""
+        to the host, and also to the device's memory for them once the events in `writable` are done. Work
+        that reads the weights must first call `wait_for_updates`."""
         if writable:
             with self.ring.updating():
                 _wait_for_events(writable)

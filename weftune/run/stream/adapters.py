@@ -33,7 +33,8 @@ OUTSIDE_STAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class TravellingAdapter:
-    """The device memory of an adapter that moves with its stages, which share the memory of their slot."""
+    """The device memory of an adapter whose parts are copied to the device with their stages. Stages that
+    take turns in a slot (the device memory of a stage) share memory for their parts."""
 
     training: Training
     parts: Mapping[int, StagePart]
@@ -156,7 +157,8 @@ class AdapterTransfers:
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
         """Return the norms of the jobs' gradients, in float64 [J]. All gradients must have been copied to the
-        host. If kernels are available, the device has summed the squares before the copies."""
+        host. If kernels are available, the norms are computed from sums of squares that the device computed
+        before the copies."""
         states = [self.adapters[job].training.state for job in jobs]
         if not kernels_available_on(self.device, states[0].gradient.dtype):
             self.wait()

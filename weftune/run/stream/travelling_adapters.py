@@ -42,7 +42,8 @@ class TravellingAdapters:
         self.steps = HostSteps(base.device, make, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._returning: int | None = None
-        """Stage of the latest backward in this round, until its eviction or until its gradients are sent."""
+        """Stage of the last pass, if that was a backward whose gradients have not been sent to the host. None
+        otherwise."""
         self._sent: torch.cuda.Event | None = None
         """Event after which the last gradients of resident stages have been copied to the host. None once the
         compute stream has waited for the event."""
@@ -110,8 +111,8 @@ class TravellingAdapters:
 
     def _send_gradients(self, stage: int) -> None:
         """Copy the gradients of a stage to the host, concurrently with the passes of other stages. The
-        stage's backward must be finished. For a resident stage, which no Evict sends, the next Step would
-        otherwise wait for the copy of all its gradients."""
+        stage's backward must be finished. A resident stage is never evicted, so without this copy the next
+        Step would have to wait until all of its gradients are copied."""
         self.transfers.sum_squares(stage)
         if (lanes := self.steps.ring.lanes) is None:
             self.transfers.copy_gradients_out(stage)

@@ -33,7 +33,7 @@ class ResidentWeights:
         self.waited = Waited()
 
     def begin_window(self) -> None:
-        """Load the stages with which a window begins."""
+        """Load the stages that must be on the device when a window begins."""
 
     def load(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays, and is not brought")
@@ -120,7 +120,8 @@ class StreamedWeights:
         self.waited.note(ready, recorded_event())
 
     def begin_window(self) -> None:
-        """Load the stages with which a window begins, whatever state an unfinished window has left."""
+        """Load the stages that must be on the device when a window begins. An unfinished window may have left
+        other stages loaded."""
         waiting = set(self.base.part.initial_stages)
         for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)

@@ -81,7 +81,7 @@ class EvaluationSums:
     loss: float
     correct: int
     tokens: int
-    """Number of supervised tokens, of which `correct` were predicted."""
+    """Number of supervised tokens, of which the model predicted `correct` correctly."""
     count: int
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()

@@ -69,8 +69,8 @@ class StepRun:
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
     reasons: list[str | None] = field(init=False)
-    """Reason why the new weights of each job cannot be used, or None. It is set only if the host makes the
-    updates."""
+    """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
+    makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
     arrived: tuple[torch.cuda.Event, ...] = ()

@@ -1,7 +1,7 @@
 """Writing of jobs' files while training continues: checkpoints from snapshots, and finished adapters.
 
-The files of one job are written in the order in which they were requested. Threads compute checksums of and
-write different jobs' files in parallel, so that checksums keep up with the disk. A future is done only when
+The files of one job are written in the order in which they were requested. Several threads hash and write the
+files of different jobs in parallel, so that hashing keeps up with the disk. A future is done only when
 everything is synced to disk and has its final name.
 """
 

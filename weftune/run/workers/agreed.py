@@ -54,7 +54,7 @@ class TimedAction:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """The facts that a worker reports to the first worker at the end of its list of actions of a window."""
+    """The report that a worker sends to the first worker after its last action of a window."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
@@ -83,8 +83,8 @@ class Agreed:
         shards: Shards | None = None,
     ) -> None:
         """`worker` is the index of this worker's list of actions. `shards` is given if several workers run
-        this list, because each layer is divided among them. Their sums are the same to the bit on all of
-        them, so that each comes to the same decisions."""
+        this list, because each layer is divided among them. Their sums are the same to the bit, so all of
+        them make the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO

@@ -69,8 +69,8 @@ STOP_CHECK_SECONDS = 0.5
 
 @dataclass(slots=True)
 class _PendingCheckpoint:
-    """A checkpoint that is not complete: slices or the result of its evaluation are missing, or its folder is
-    being renamed."""
+    """A checkpoint that is not complete: files of other workers (slices) or the result of its evaluation are
+    missing, or its folder is being renamed."""
 
     folder: Path
     progress: Progress
@@ -127,8 +127,8 @@ class Driver:
         self._unsaved: list[Unsaved] = []
         """Checkpoints that could not be written and have not been reported yet."""
         self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
-        """Maps (job, step) to the slices that other workers wrote before this worker reached its own Save, by
-        worker."""
+        """Maps (job, step) to the answers of other workers about their files (slices) of this checkpoint, by
+        worker. They have arrived before this worker reached its own Save."""
         self._window_reports: dict[int, WorkerReport] = {}
         """Maps each worker that has finished its list of this window to its report."""
         self._awaited_evaluations: set[tuple[str, int]] = set()

@@ -218,8 +218,8 @@ def _all_links(position: WorkerPosition) -> Iterator[WorkerLink]:
 
 
 def _links_between_workers(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of
-    actions."""
+    """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of actions,
+    so all shards of the same layers have the same index."""
     stages, lists = position.stages, position.workers // position.shards
     if position.ring:
         yield WorkerLink("activation", lists - 1, 0)

@@ -44,8 +44,8 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write the first mark and start to check the others. It is called before connecting, so that every
-        connected worker can be found lost."""
+        """Write this worker's first mark and start to check the others. Called before connecting, so that the
+        loss of any connected worker is noticed."""
         self._store.set(self._key(self._position.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()

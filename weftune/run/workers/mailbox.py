@@ -1,9 +1,9 @@
 """Queues of tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
 
-With NCCL, an operation that waits for its peer occupies the device, and whatever synchronises the device (the
-capture of a graph, memory that is returned to the driver) waits for it. The peer may be waiting for what this
-worker does next. So a transfer starts on both devices only when both workers are ready for it: each tensor is
-announced by a message in host memory, which threads of both workers exchange.
+With NCCL, an operation that waits for its peer occupies the device. Every operation that synchronises the
+device (such as the capture of a graph, or the return of memory to the driver) then waits for the peer, and
+the peer may be waiting for this worker. So a transfer starts on both devices only when both workers are ready
+for it: each tensor is announced by a message in host memory, which threads of both workers exchange.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class Paces:
     def _add_measurement(
         self, timed_action: TimedAction, seconds: float, program: Program, worker_stages: Sequence[_Stage]
     ) -> None:
-        """Add the measurement of an action. `seconds` includes the half layers of a pass that overlaps, with
-        their waits, so that it is the time that the pass adds to the window."""
+        """Add the measurement of an action. For a pass that ran half a layer at a time, `seconds` includes
+        all halves with their waits, so that it is the time that the pass adds to the window."""
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 plan = program.microbatches[number]

@@ -18,7 +18,7 @@ workers choose their GPUs."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:
-    """Return the index of the GPU of each worker."""
+    """Return, for each of `count` workers of this machine, the index of its GPU."""
     addresses = [_pci_address(number) for number in range(count)]
     return order_by_root([None if address is None else find_root_complex(address) for address in addresses])
 

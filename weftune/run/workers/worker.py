@@ -94,7 +94,7 @@ def load_part(
 
 
 def loaded_base(loaded: Base | StreamedBase) -> Base:
-    """Return the base model of a loaded part of it. A part is resident or streamed."""
+    """Return the base model of a worker's part, which is either resident or streamed."""
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
 

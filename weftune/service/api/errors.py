@@ -129,7 +129,8 @@ def describe(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None
 
 
 def _error_location(loc: Sequence[str | int], body: Any, kind: str) -> tuple[str, ...]:
-    """Return pydantic's location without `body` and without the names of union members."""
+    """Return the path of keys to an invalid value: pydantic's location without `body` and without the names
+    of union members."""
     if not loc or loc[0] != "body":
         return tuple(map(str, loc[1:]))
     key: list[str] = []

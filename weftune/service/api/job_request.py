@@ -88,8 +88,8 @@ def job_keys(
 ) -> dict[str, Any]:
     """Return the job as keys of jobs.yaml, or raise the error for the first invalid value.
 
-    `rows` is the number of training rows. `start` has the adapter keys of the finished job that the new one
-    starts from, with `init_from`, its folder. `metrics` are those of `ServiceSettings`.
+    `rows` is the number of training rows. `start` has the adapter keys of the finished job from which the new
+    job starts, with that job's folder as `init_from`. `metrics` are those of `ServiceSettings`.
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()

@@ -112,7 +112,7 @@ def delete_model(model: str, tenant: Tenant, service: ServiceHere) -> ModelDelet
 
 
 def is_base(service: Service, model: str) -> bool:
-    """Whether `model` is the name of the base, or `demo`, the alias of the built-in base."""
+    """Return whether `model` is the name of the base, or `demo`, the alias of the built-in base."""
     settings = service.settings
     return model == settings.base_name or model == settings.base.model == DEMO
 

@@ -658,14 +658,15 @@ async def _stream_events(service: Service, tenant: str, key: str, streams: Strea
 
 @dataclass(slots=True)
 class Seen:
-    """The state of a stream: the values that it has already sent."""
+    """The values that were already sent over a client's stream of changes."""
 
     service: Service
     tenant: str
     jobs: dict[str, JobSummary]
     counts: tuple[bool, int, int] | None
     metrics: dict[str, int]
-    """Maps each job to the number of the last metric that was sent, or that existed when the stream began."""
+    """Maps each job to the number of the last event with metrics that was sent, or that existed when the
+    stream began."""
     window: int
 
     @classmethod

@@ -31,7 +31,7 @@ from weftune.service.store.tables import (
 KEPT_WINDOWS = 200
 LEASE = "training"
 PATIENCE = 1.25
-"""A process takes over a lease if it has not been renewed for this factor times its seconds."""
+"""Ratio of the seconds without a renewal after which a lease may be taken over to the lease's duration."""
 POLL_SECONDS = 0.1
 
 
@@ -70,8 +70,8 @@ class JobRow:
     finished_at: float | None = None
     estimated_finish: float | None = None
     model: str | None = None
-    """Name under which the finished adapter answers. None if the adapter is not finished or has been
-    deleted."""
+    """Model name under which the finished adapter answers prompts. None if the adapter is not finished or has
+    been deleted."""
     error: Mapping[str, Any] | None = None
     """Reason why the job failed: code, message, param."""
     status: JobStatus = field(default_factory=JobStatus)
@@ -117,7 +117,7 @@ class CheckpointRow:
     at: float
     step: int
     model: str
-    """Name under which the checkpoint answers."""
+    """Model name under which the checkpoint answers prompts."""
     folder: str
     """Folder of the adapter, relative to the job's folder."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRow:
-    """An executed window, with planned and measured values."""
+    """An executed window (microbatches that were planned together), with planned and measured values."""
 
     at: float
     values: Mapping[str, Any]

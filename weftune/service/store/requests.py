@@ -47,7 +47,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A job as it was submitted. Its state is a row of the training process.
+    """A job as it was submitted. The training process records its state separately.
 
     A sweep is submitted as one job that is not trained itself, followed by a job for each of its trials.
     """

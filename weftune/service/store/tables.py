@@ -53,7 +53,7 @@ submissions = Table(
     Column("id", String(64), nullable=False, unique=True),
     Column("tenant", String(64), nullable=False),
     Column("created_at", Float, nullable=False),
-    # The job as the client requested it: the body of its request, from which the answer is made.
+    # The body of the client's request, from which responses about the job are made.
     Column("request", JSON, nullable=False),
     # The job with the keys of jobs.yaml, whose paths are those of uploaded files.
     Column("job", JSON, nullable=False),
@@ -67,9 +67,9 @@ submissions = Table(
     # The service's own limits of a job: total tokens, and a time by which it should have ended.
     Column("token_budget", BigInteger),
     Column("deadline", Float),
-    # Of a trial: the job of its sweep. Of the job of a sweep: its own id.
+    # For a trial: the id of its sweep's job. For the job of a sweep: its own id.
     Column("sweep", String(64)),
-    # Of a trial: the values in which it differs from the sweep's other trials, by dotted key.
+    # For a trial: the values in which it differs from the sweep's other trials, by dotted key.
     Column("trial", JSON(none_as_null=True)),
     UniqueConstraint("tenant", "idempotency_key", name="one_job_per_key"),
     Index("submissions_of_tenant", "tenant", "number"),
@@ -144,12 +144,12 @@ events = Table(
     Column("job", String(64), nullable=False),
     Column("at", Float, nullable=False),
     Column("level", String(8), nullable=False),
-    # message, or metrics
+    # `message` or `metrics`.
     Column("type", String(8), nullable=False),
     Column("message", Text, nullable=False),
     Column("data", JSON, nullable=False),
-    # Metrics: train, eval, base or rung, and the step. A resumed job repeats steps that are rows already.
-    # Decisions of a sweep: rung, and the number of the decision.
+    # For metrics: train, eval, base or rung, and the step. A resumed job repeats steps that are stored.
+    # For decisions of a sweep: rung, and the number of the decision.
     Column("measured", String(8)),
     Column("step", Integer),
     UniqueConstraint("job", "measured", "step", name="one_row_per_step"),
@@ -220,9 +220,9 @@ leases = Table(
     # The process that holds the lease. Empty if it has been released.
     Column("holder", String(255), nullable=False),
     Column("token", BigInteger, nullable=False),
-    # A lease that is not renewed for so many seconds of another process's monotonic clock may be taken.
+    # The lease may be taken if it is not renewed for longer than `seconds`, by another process's clock.
     Column("renewals", BigInteger, nullable=False),
     Column("seconds", Float, nullable=False),
-    # For people: nothing is decided by the time of day, which an operator may set.
+    # Only shown to operators: no decision depends on the time of day, which may be set wrongly.
     Column("expires_at", Float, nullable=False),
 )
