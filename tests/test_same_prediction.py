@@ -192,7 +192,7 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "seed", [seed if seed in FEW else pytest.param(seed, marks=pytest.mark.slow) for seed in CASES]
 )
-def test_plan_and_run_promise_the_same(seed, written, tmp_path):
+def test_plan_and_run_predict_the_same(seed, written, tmp_path):
     case = drawn(seed)
     file = written(case)
     plan = planned(case, file)
@@ -225,7 +225,7 @@ def test_jobs_with_a_reference_policy_are_planned_to_score_first_as_they_do(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in CASES if drawn(seed).workers > 1])
-def test_several_workers_promise_what_was_planned_for_them(seed, folder, written, forks):
+def test_several_workers_predict_what_was_planned_for_them(seed, folder, written, forks):
     case = drawn(seed)
     written(replace(case, profiled=False))
     for words in (

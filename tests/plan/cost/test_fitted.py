@@ -117,7 +117,7 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     assert needs[2] == model.predict_need(JOBS, 40).activation_bytes
 
 
-def test_after_some_windows_another_is_promised_as_it_comes() -> None:
+def test_after_some_windows_another_is_predicted_as_it_comes() -> None:
     run = fitted_models()
     for lengths in ((30, 50), (20, 20, 60), (64, 10), (33, 44, 55), (12, 13, 14, 15)):
         one = program(*lengths)

@@ -94,7 +94,7 @@ def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
         others = filtered_lines(output / METRICS, lambda line: line.get("job") not in owned)
         replace_file(output / METRICS, others + b"".join(_share_lines(folder, owned) for folder in folders))
         replace_file(output / WINDOWS, _read_windows([output, *folders]))
-        _save_learned(output, folders)
+        _save_fitted_models(output, folders)
         _save_seconds(output, statuses)
     # Paused jobs stay paused: the run may be about to end.
     return requeue_jobs(combine_statuses(output, run_status, statuses), (State.RUNNING,))
@@ -166,11 +166,11 @@ def _read_windows(folders: Sequence[Path]) -> bytes:
     return b"".join(dict.fromkeys(lines))
 
 
-def _save_learned(output: Path, folders: Sequence[Path]) -> None:
+def _save_fitted_models(output: Path, folders: Sequence[Path]) -> None:
     """Copy the fitted time and memory models of the share with the most windows to the output."""
     found = [folder / FITTED_MODELS for folder in folders if (folder / FITTED_MODELS).exists()]
     if found:
-        replace_file(output / FITTED_MODELS, max(found, key=_count_learned_windows).read_bytes())
+        replace_file(output / FITTED_MODELS, max(found, key=_count_fitted_windows).read_bytes())
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
@@ -184,7 +184,7 @@ def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
     replace_json(output / SHARES_FILE, record)
 
 
-def _count_learned_windows(path: Path) -> int:
+def _count_fitted_windows(path: Path) -> int:
     try:
         return int(json.loads(path.read_bytes())["windows"])
     except (ValueError, KeyError, TypeError):
