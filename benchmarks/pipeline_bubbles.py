@@ -3,10 +3,11 @@
 A random Llama is cut into stages, a process each, by the times of a profile that is measured first; what a
 microbatch then takes on each stage stands beside the bubbles, since of stages that are not alike the faster
 must wait. Every job trains batches of equally long samples, so many microbatches a batch. One job runs in
-plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The first window of each case teaches the
-planner how fast the stages are and how much their passes vary; those after it are foreseen from the windows
-before them, and measured. Beside that stands what would be foreseen if no pass varied. A worker is busy in
-its passes and its Steps only; bubbles are those of the steady part, between filling and draining.
+plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. A thread plans a window while the one
+before it runs, as in `weftune train`. The first two windows of each case teach the planner how fast the
+stages are and how much their passes vary; those after them are foreseen from the windows before them, and
+measured. Beside that stands what would be foreseen if no pass varied. A worker is busy in its passes and its
+Steps only; bubbles are those of the steady part, between filling and draining.
 
 With `--handover`, windows of several jobs hand over as those of `weftune train` do: the pipeline fills in the
 first window and drains in the last one, which are not counted, and bubbles are those of all windows between
@@ -24,7 +25,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, pstdev
@@ -43,7 +46,7 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.workers import worker_environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
-from weftune.plan.program.handover import FINISHED, unfinished_work
+from weftune.plan.program.handover import FINISHED, Unfinished, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
     Backward,
@@ -55,6 +58,7 @@ from weftune.plan.program.program import (
     Program,
 )
 from weftune.plan.program.simulate import Timeline
+from weftune.plan.window.pace import StagePace
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import JobWindow
 from weftune.run.profile import measure_profile
@@ -121,6 +125,8 @@ class Case:
 
 
 CASES = (Case(1, 4, PipelineOrder.alternating), Case(1, 4), Case(2, 5), Case(4, 3), Case(8, 2))
+UNCOUNTED = 2
+"""Windows of a case before those that are measured."""
 FIRST = Case(1, 1)
 """Runs before all others and is not counted: the first passes of a process are slow."""
 
@@ -257,12 +263,13 @@ def write_model(folder: Path, setting: Setting) -> BaseSpec:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One that was measured, beside the same as it was foreseen."""
+    """One that was measured."""
 
     program: Program
     reports: tuple[WorkerReport, ...]
-    even: Timeline
-    varied_timelines: tuple[Timeline, ...]
+    paces: Paces
+    """As measured before this window. Predictions are made from them after all windows, since the workers
+    wait for this process between two of them."""
 
 
 def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
@@ -275,24 +282,25 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
         pipeline.attach(training)
     # A stage whose neighbours wait half of the time is not as fast as one beside busy ones.
     pipeline.paces = Paces([held.stop - held.start for held in cut.held])
-    windows, left = [], FINISHED
     hands_over = setting.hands_over and case.order is None
-    last = setting.windows + hands_over
-    for number in range(last + 1):
+    last = UNCOUNTED - 1 + setting.windows + hands_over
+
+    def plan(number: int, unfinished: Unfinished, paces: tuple[StagePace, ...]) -> Program:
         courses = [course(name, number * case.steps, case, setting) for name in names]
-        rules = PipelineRules(
-            setting.rows, pipeline.paces.stages(), case.order, spare_microbatches=setting.spare
-        )
-        program = plan_pipeline(courses, rules, left, hands_over and number < last)
-        left = unfinished_work(program)
-        even, varied_timelines = (
-            pipeline.paces.timeline(program),
-            tuple(pipeline.paces.varied_timelines(program)),
-        )
-        for _ in pipeline.run(program, fetch, lambda: False):
-            pass
-        if 0 < number <= setting.windows:
-            windows.append(Window(program, tuple(pipeline.reports), even, varied_timelines))
+        rules = PipelineRules(setting.rows, paces, case.order, spare_microbatches=setting.spare)
+        return plan_pipeline(courses, rules, unfinished, hands_over and number < last)
+
+    windows, program = [], plan(0, FINISHED, pipeline.paces.stages())
+    with ThreadPoolExecutor(1) as planner:
+        for number in range(last + 1):
+            known = deepcopy(pipeline.paces)
+            following = (number + 1, unfinished_work(program), known.stages()) if number < last else None
+            ahead = following and planner.submit(plan, *following)
+            for _ in pipeline.run(program, fetch, lambda: False):
+                pass
+            if UNCOUNTED <= number < UNCOUNTED + setting.windows:
+                windows.append(Window(program, tuple(pipeline.reports), known))
+            program = ahead.result() if ahead else program
     for name in names:
         pipeline.detach(name)
     return found_in(windows, case, setting)
@@ -302,6 +310,7 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
     """The means over all windows. Windows that hand over are one timeline."""
     parts = [windows] if windows[0].program.hands_over else [[one] for one in windows]
     measured = [make_timeline(joined_reports([one.reports for one in part])) for part in parts]
+    varied = [(one, one.paces.varied_timelines(one.program)) for one in windows]
     seconds = sum(one.makespan for one in measured)
     tokens = len(windows) * case.steps * case.jobs * setting.microbatches * setting.rows
     return Found(
@@ -309,11 +318,11 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
         jobs=case.jobs,
         passes=means([[pass_seconds(report) for report in one.reports] for one in windows]),
         measured=means([steady_bubbles(one) for one in measured]),
-        predicted=means([predicted_bubbles(one, draw) for one in windows for draw in one.varied_timelines]),
-        even=means([predicted_bubbles(one, one.even) for one in windows]),
+        predicted=means([predicted_bubbles(one, draw) for one, draws in varied for draw in draws]),
+        even=means([predicted_bubbles(one, one.paces.timeline(one.program)) for one in windows]),
         spread=means([[pass_spread(report) for report in one.reports] for one in windows]),
         tokens_per_second=tokens / seconds,
-        predicted_seconds=sum(mean(draw.makespan for draw in one.varied_timelines) for one in windows),
+        predicted_seconds=sum(mean(draw.makespan for draw in draws) for _, draws in varied),
         seconds=seconds,
     )
 
