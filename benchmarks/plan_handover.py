@@ -40,13 +40,16 @@ class Setting:
     spare: int = 1
     """Microbatches in flight beyond those of 1F1B."""
     rounds_in_all: int = 32
+    replicas: int = 1
+    """Copies of all stages, which divide the samples of every batch."""
 
     @property
     def rules(self) -> PipelineRules:
-        return PipelineRules(CAPACITY, (PACE,) * self.stages, spare_microbatches=self.spare)
+        paces = (PACE,) * self.stages
+        return PipelineRules(CAPACITY, paces, spare_microbatches=self.spare, replicas=self.replicas)
 
 
-SETTINGS = (Setting(4, 4), Setting(8, 4), Setting(8, 8))
+SETTINGS = (Setting(4, 4), Setting(8, 4), Setting(8, 8), Setting(4, 8, replicas=2))
 
 
 def batch(job: str, step: int) -> GlobalBatch:
@@ -74,8 +77,8 @@ def plan_windows(setting: Setting, rounds: int, hands_over: bool) -> list[Progra
 
 
 def timeline(program: Program) -> Timeline:
-    stages = len(program.devices)
-    return simulate(program, pace_prices(program.microbatches, (PACE,) * stages), PricedCluster(stages))
+    prices = pace_prices(program.microbatches, (PACE,) * len(program.stages))
+    return simulate(program, prices, PricedCluster(len(program.devices)))
 
 
 def idle_between(timelines: Sequence[Timeline]) -> float:
@@ -102,6 +105,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     return {
         "stages": setting.stages,
         "jobs": setting.jobs,
+        "replicas": setting.replicas,
         "spare": setting.spare,
         "rounds": rounds,
         "drained": idle_share(setting, rounds, hands_over=False),
@@ -119,9 +123,9 @@ def main() -> None:
     if options.toy:
         settings = [Setting(2, 2, rounds_in_all=4)]
     rows = [measure(one, rounds) for one in settings for rounds in ((2,) if options.toy else ROUNDS)]
-    titles = ["stages x jobs", "spare", "rounds a window", "drained", "handed over", "at seams"]
+    titles = ["stages x jobs", "replicas", "spare", "rounds per window", "drained", "handed over", "at seams"]
     cells = [
-        [f"{row['stages']} x {row['jobs']}", str(row["spare"]), str(row["rounds"])]
+        [f"{row['stages']} x {row['jobs']}", *(str(row[key]) for key in ("replicas", "spare", "rounds"))]
         + [f"{row[key]:.1%}" for key in ("drained", "handed_over", "at_seams")]
         for row in rows
     ]

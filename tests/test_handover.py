@@ -32,10 +32,10 @@ def windows(output):
     return [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_windows_hand_over_and_results_equal_one_process(place, workers):
-    output = place / fresh(place, f"out{workers}")
-    assert Launch(place, output.name, workers).wait() == 0
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (4, 1), (2, 2)])
+def test_windows_hand_over_and_results_equal_one_process(place, stages, replicas):
+    output = place / fresh(place, f"out{stages}x{replicas}")
+    assert Launch(place, output.name, stages * replicas, replicas=replicas).wait() == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
     passed = [one["tokens"] for one in windows(output)]
@@ -46,9 +46,10 @@ def test_windows_hand_over_and_results_equal_one_process(place, workers):
     assert passed[0] < rounds
 
 
-def test_a_worker_that_is_killed_costs_no_step_and_changes_no_result(place):
-    output = place / fresh(place, "killed")
-    run = Launch(place, "killed", 4)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_worker_that_is_killed_costs_no_step_and_changes_no_result(place, replicas):
+    output = place / fresh(place, f"killed{replicas}")
+    run = Launch(place, output.name, 4, replicas=replicas)
     for worker, at in ((2, 40), (0, 90)):
         run.wait_for_lines(at)
         before = run.pids()
@@ -71,9 +72,10 @@ def test_interrupted_while_batches_are_unfinished_it_resumes_alone_to_the_same_c
     assert_same_results(output, place / "undisturbed")
 
 
-def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, forks):
-    output = place / fresh(place, "requests")
-    run = Launch(place, "requests", 2)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, forks, replicas):
+    output = place / fresh(place, f"requests{replicas}")
+    run = Launch(place, output.name, 2 * replicas, replicas=replicas)
     run.wait_for_lines(20)
     write_request(output, FileRequest(verb="cancel", job="short"))
     write_request(output, FileRequest(verb="pause", job="second"))
@@ -83,5 +85,5 @@ def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, fork
     assert status(output)["jobs"]["second"]["step"] < STEPS["second"]
     assert_same_job(output, place / "undisturbed", "first")
     # A job that is cancelled has not succeeded.
-    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "requests", cwd=place) == 1
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", output.name, cwd=place) == 1
     assert_same_job(output, place / "undisturbed", "second")

@@ -21,8 +21,8 @@ PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
-def rules(stages, capacity=40, spare=1):
-    return PipelineRules(capacity, (PACE,) * stages, spare_microbatches=spare)
+def rules(stages, capacity=40, spare=1, replicas=1):
+    return PipelineRules(capacity, (PACE,) * stages, spare_microbatches=spare, replicas=replicas)
 
 
 def windows_of(jobs, step, rounds):
@@ -44,10 +44,10 @@ def chain(jobs, rules, rounds):
     return programs
 
 
-def peak_in_flight(program, stage):
-    """The most microbatches between their forward and their backward on a stage."""
+def peak_in_flight(program, device):
+    """The most microbatches between their forward and their backward on a device."""
     held = most = 0
-    for action in program.devices[stage]:
+    for action in program.devices[device]:
         held += isinstance(action, Forward) - isinstance(action, Backward)
         most = max(most, held)
     return most
@@ -60,19 +60,22 @@ def peak_in_flight(program, stage):
     stages=st.integers(1, 4),
     rounds=st.integers(1, 3),
     spare=st.integers(0, 2),
+    replicas=st.integers(1, 3),
 )
-def test_a_chain_of_windows_is_one_legal_program(jobs, room, stages, rounds, spare):
+def test_a_chain_of_windows_is_one_legal_program(jobs, room, stages, rounds, spare, replicas):
     jobs = {str(number): batches for number, batches in enumerate(jobs)}
-    programs = chain(jobs, rules(stages, 40 + room, spare), rounds)
+    programs = chain(jobs, rules(stages, 40 + room, spare, replicas), rounds)
     joined = join_windows(programs)
     check(joined, dict.fromkeys(jobs, 0))
     planned = {(job, step) for job, batches in jobs.items() for step in range(1, len(batches) + 1)}
     for actions in joined.devices:
         made = [(action.job, action.step) for action in actions if isinstance(action, Step)]
         assert sorted(made) == sorted(planned)
+    for actions in joined.devices[:stages]:
+        made = [(action.job, action.step) for action in actions if isinstance(action, Step)]
         assert [(a.job, a.step) for a in actions if isinstance(a, Save)] == made
-    for stage in range(stages):
-        assert peak_in_flight(joined, stage) <= stages - stage + spare
+    for device in range(stages * replicas):
+        assert peak_in_flight(joined, device) <= stages - device % stages + spare
 
 
 @settings(max_examples=30, deadline=None)
@@ -80,19 +83,20 @@ def test_a_chain_of_windows_is_one_legal_program(jobs, room, stages, rounds, spa
     jobs=st.lists(st.lists(lengths, min_size=2, max_size=4), min_size=1, max_size=4),
     stages=st.integers(2, 4),
     rounds=st.integers(1, 2),
+    replicas=st.integers(1, 2),
 )
-def test_the_simulator_carries_what_is_in_flight_over_a_seam(jobs, stages, rounds):
+def test_the_simulator_carries_what_is_in_flight_over_a_seam(jobs, stages, rounds, replicas):
     """Window by window it counts the same passes as in one program, and the same memory at a seam."""
     jobs = {str(number): batches for number, batches in enumerate(jobs)}
-    programs = chain(jobs, rules(stages), rounds)
-    busy, end = 0.0, (0,) * stages
+    programs = chain(jobs, rules(stages, replicas=replicas), rounds)
+    busy, end = 0.0, (0,) * stages * replicas
     for program in programs:
         prices = pace_prices(program.microbatches, (PACE,) * stages)
-        timeline = simulate(program, prices, PricedCluster(stages))
+        timeline = simulate(program, prices, PricedCluster(stages * replicas))
         assert tuple(levels[0].bytes for levels in timeline.memory) == end
         end = tuple(levels[-1].bytes for levels in timeline.memory)
         busy += sum(timeline.busy_shares()) * timeline.makespan
-    assert end == (0,) * stages
+    assert end == (0,) * stages * replicas
     rows = sum(sum(map(sum, batches)) for batches in jobs.values())
     assert busy == pytest.approx(stages * rows * 3)
 

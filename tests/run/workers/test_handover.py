@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tests.cases import slow_but
 from tests.run import executors
 from tests.run.processes import run_workers
+from tests.run.test_replicas import CUT, assert_same_bits
 from tests.run.workers.test_agreed import (
     CAPACITY,
     CUTS,
@@ -33,7 +35,7 @@ MAX_WINDOWS = 12
 def as_worker(connections, cuts, dropped=(), cancelled=None):
     """Train the jobs in windows of one round that hand over. What is in flight after the windows in `dropped`
     is not inherited; after the second window, `cancelled` is ended, and the pipeline drains."""
-    layout = pipeline_layout(ranges(cuts))
+    layout = pipeline_layout(ranges(cuts), connections.position.replicas)
     base = cut("llama", torch.float64, connections.position, cuts)
     executor, _, transport = on_worker(base, connections, cuts)
     jobs = make_jobs(whole_base("llama", torch.float64))
@@ -80,6 +82,31 @@ def assert_as_alone(answers, names="abc"):
 def test_losses_and_adapters_equal_one_process(workers):
     answers = run_workers(workers, as_worker, CUTS[workers])
     assert_as_alone(answers)
+    assert all(steps == STEPS for _, _, steps in answers)
+
+
+@pytest.mark.parametrize(("stages", "replicas"), slow_but([(1, 2), (2, 2), (1, 3)], [(2, 2)]))
+def test_replicas_hand_over_and_hold_the_same_bits(stages, replicas):
+    answers = run_workers(stages * replicas, as_worker, CUT[stages], replicas=replicas)
+    found = [answers[first : first + stages] for first in range(0, len(answers), stages)]
+    assert_as_alone(found[0])
+    assert_same_bits(found)
+    assert all(steps == STEPS for _, _, steps in answers)
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_while_replicas_have_it_in_flight_makes_no_step_and_reaches_no_other():
+    answers = run_workers(4, as_worker, CUT[2], (), "a", replicas=2)
+    assert_as_alone(answers[:2], "bc")
+    assert_same_bits([answers[:2], answers[2:]])
+    assert len({str(steps) for _, _, steps in answers}) == 1
+    assert answers[0][2]["a"] < STEPS["a"]
+
+
+@pytest.mark.slow
+def test_what_replicas_do_not_inherit_is_dropped_and_trained_again():
+    answers = run_workers(4, as_worker, CUT[2], (0, 2), replicas=2)
+    assert_as_alone(answers[:2])
     assert all(steps == STEPS for _, _, steps in answers)
 
 

@@ -74,7 +74,8 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
         held_rows = sum(
             _rows_of_forward(program, number, share)
             for number, one in enumerate(program.inherited)
-            if one.is_in_flight(device % program.devices_per_replica, len(program.stages))
+            if one.replica == program.replica(device)
+            and one.is_in_flight(device % program.devices_per_replica, len(program.stages))
         )
         most[device] = held_rows
         for action in actions:

@@ -182,12 +182,13 @@ class _DeviceCheck:
         `sample_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
-        self.homes = program.stage_devices(program.replica(device))
+        self.replica = program.replica(device)
+        self.homes = program.stage_devices(self.replica)
         self.own_stages = {stage for stage, where in enumerate(self.homes) if where == device}
         self.left = {
             (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
         }
-        self.unscored = sample_counts[program.replica(device)].copy()
+        self.unscored = sample_counts[self.replica].copy()
         self.scored_by_replicas = set().union(*sample_counts) if program.replicas > 1 else set()
         """Pairs of a job and a step after which replicas score samples of the job."""
         self.exchanged: set[Reduce] = set()
@@ -212,6 +213,8 @@ class _DeviceCheck:
     def _inherit(self, number: int, progress: Inherited) -> None:
         """Add the progress that a microbatch has on this device at the start of the window."""
         stages = len(self.homes)
+        if progress.replica != self.replica:
+            return
         for stage in self.own_stages:
             if not progress.has_forward(stage):
                 continue
@@ -239,8 +242,12 @@ class _DeviceCheck:
         program, stages = self.program, len(self.homes)
         in_flight: set[tuple[int, int]] = set()
         arrived: set[Recv] = set()
-        for number, counts in enumerate(zip(*pass_counts(program), strict=True)):
-            progress = Inherited(number, *counts)
+        forwards, backwards = pass_counts(program)
+        for action, _ in program.replica_passes(self.replica):
+            number = action.microbatch
+            if not isinstance(action, Forward):
+                continue
+            progress = Inherited(number, forwards[number], backwards[number], self.replica)
             own = (stage for stage in self.own_stages if progress.is_in_flight(stage, stages))
             in_flight |= {(number, stage) for stage in own}
             arrived |= self._arrived_inputs(number, progress)
@@ -473,7 +480,7 @@ def _check_coverage(program: Program) -> None:
             {
                 number
                 for number, one in enumerate(program.inherited)
-                if replica == 0 and one.has_forward(stage)
+                if one.replica == replica and one.has_forward(stage)
             }
             for stage in range(len(program.stages))
         ]

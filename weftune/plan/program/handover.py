@@ -30,8 +30,8 @@ class Unfinished:
 
     batches: tuple[GlobalBatch, ...] = ()
     microbatches: tuple[MicrobatchPlan, ...] = ()
-    """All microbatches of the unfinished batches. Those that have begun come first, in the order in which
-    they began."""
+    """All microbatches of the unfinished batches. Those that have begun come first, replica by replica, in
+    the order in which they began."""
     progress: tuple[Inherited, ...] = ()
     """Progress of each microbatch in `microbatches`."""
     capacity: int = 0
@@ -65,14 +65,19 @@ def unfinished_work(program: Program) -> Unfinished:
         number: tuple(one for one in plan.segments if (one.job, one.step) in keys)
         for number, plan in enumerate(program.microbatches)
     }
-    begun = [number for number, one in enumerate(program.inherited) if one.forwards]
-    begun += [one.microbatch for one in program.devices[0] if isinstance(one, Forward)]
-    order = list(dict.fromkeys([*begun, *range(len(program.microbatches))]))
+    homes = {
+        action.microbatch: replica
+        for replica in range(program.replicas)
+        for action, _ in program.replica_passes(replica)
+    }
+    order = list(dict.fromkeys([*homes, *range(len(program.microbatches))]))
     kept = [number for number in order if open_parts[number] and program.kind(number) is Forward]
     return Unfinished(
         batches,
         tuple(replace(program.microbatches[number], segments=open_parts[number]) for number in kept),
-        tuple(Inherited(number, forwards[number], backwards[number]) for number in kept),
+        tuple(
+            Inherited(number, forwards[number], backwards[number], homes.get(number, 0)) for number in kept
+        ),
         program.capacity,
         program.recompute,
     )

@@ -369,6 +369,8 @@ class Inherited:
     """Number of stages that have run its forward, counted from the first stage."""
     backwards: int
     """Number of stages that have run its backward, counted from the last stage."""
+    replica: int = 0
+    """Replica that runs the microbatch."""
 
     def has_forward(self, stage: int) -> bool:
         return stage < self.forwards
@@ -510,10 +512,9 @@ class Program:
     def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
         """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch. Inherited
         microbatches that have begun are included."""
-        if replica == 0:
-            for number, one in enumerate(self.inherited):
-                if one.forwards:
-                    yield Forward(number), self.microbatches[number]
+        for number, one in enumerate(self.inherited):
+            if one.forwards and one.replica == replica:
+                yield Forward(number), self.microbatches[number]
         for action in self.devices[self.stage_devices(replica)[0]]:
             if isinstance(action, ForwardPass) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]

@@ -249,7 +249,8 @@ class _Simulation:
         """Inputs of passes that have arrived at each device before the window."""
         for number, one in enumerate(program.inherited):
             if (arrival := one.arrival(len(program.stages))) is not None:
-                self.inherited_arrivals[self.homes[0][arrival[0]]].add((number, *arrival))
+                home = program.stage_devices(one.replica)[arrival[0]]
+                self.inherited_arrivals[home].add((number, *arrival))
         for lanes, arrivals in zip(self.lanes, self.inherited_arrivals, strict=True):
             lanes.arrived |= arrivals
 
@@ -269,7 +270,8 @@ class _Simulation:
             self.prices.passes[number][stage].kept_bytes
             for number, one in enumerate(self.program.inherited)
             for stage in stages
-            if self.homes[device][stage] == device and one.is_in_flight(stage, len(stages))
+            if self.program.stage_devices(one.replica)[stage] == device
+            and one.is_in_flight(stage, len(stages))
         )
         return weights + kept + sum(map(self._message_bytes, self.inherited_arrivals[device]))
 

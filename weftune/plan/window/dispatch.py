@@ -97,7 +97,7 @@ class Dispatch:
         inherited: Sequence[Inherited] = (),
     ) -> None:
         """Prepare the simulation. `inherited` is the progress of microbatches that the previous window has
-        begun; if there are any, there must be only one replica."""
+        begun. They are not in `launches`."""
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
@@ -154,7 +154,9 @@ class Dispatch:
         """Add a microbatch that the previous window has begun: it is in flight, or waits for the rest of its
         batch."""
         stages = self.last + 1
-        for stage, one in enumerate(self.devices):
+        first = progress.replica * stages
+        devices = self.devices[first : first + stages]
+        for stage, one in enumerate(devices):
             if progress.is_in_flight(stage, stages):
                 one.in_flight += 1
                 one.kept_bytes += self.prices.passes[number][stage].kept_bytes
@@ -165,9 +167,9 @@ class Dispatch:
                     if not self._remaining[stage][key]:
                         self._open[stage].remove(key)
         if 0 < progress.forwards < stages:
-            self.devices[progress.forwards].ready_forwards.append(number)
+            devices[progress.forwards].ready_forwards.append(number)
         elif progress.forwards == stages and progress.backwards < stages:
-            self.devices[self.last - progress.backwards].ready_backwards.append(number)
+            devices[self.last - progress.backwards].ready_backwards.append(number)
 
     def _start_passes(self, devices: Iterable[int], now: float) -> None:
         for device in devices:

@@ -23,7 +23,6 @@ from weftune.plan.program.program import (
     GlobalBatch,
     Inherited,
     MicrobatchPlan,
-    Payload,
     Program,
     Recv,
     Reduce,
@@ -33,7 +32,7 @@ from weftune.plan.program.program import (
     batch_samples,
     cut_sample,
 )
-from weftune.plan.program.simulate import Lane, simulate
+from weftune.plan.program.simulate import Arrival, Lane, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
@@ -50,7 +49,7 @@ class Work:
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
-    """For each replica, the indices of its microbatches in their preferred order."""
+    """For each replica, the indices of its new microbatches in their preferred order."""
     inherited: tuple[Inherited, ...] = ()
     """Progress of the first microbatches, which the previous window left unfinished."""
 
@@ -58,6 +57,11 @@ class Work:
     def filled_microbatches(self) -> list[int]:
         """Indices of the microbatches that have rows. All others are no-ops (empty microbatches)."""
         return [number for number, one in enumerate(self.microbatches) if one.segments]
+
+    def replica_microbatches(self, replica: int) -> list[int]:
+        """Return the indices of all microbatches of a replica, the inherited ones first."""
+        inherited = [number for number, one in enumerate(self.inherited) if one.replica == replica]
+        return [*inherited, *self.by_replica[replica]]
 
     @property
     def launches(self) -> list[int]:
@@ -182,7 +186,7 @@ def assemble(
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     passes = [list(actions) for actions in device_passes]
-    closed_batches = _closed_batches(work, passes[stages[0]], stages)
+    closed_batches = find_closed_batches(work, passes[stages[0]], stages)
     lists = [
         device_actions(work, actions, device, stages, closed_batches) for device, actions in enumerate(passes)
     ]
@@ -204,22 +208,29 @@ def assemble(
 def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
     """Return a program of the same work without the passes that begin after the first stage has run its last
     forward. They are left to the next window, where they overlap with the forwards of new batches."""
+    return assemble(work, passes_before_cut(program, prices), hands_over=True)
+
+
+def passes_before_cut(program: Program, prices: Prices) -> Passes:
+    """Return the passes of every device that begin before the first stage has run its last forward, in every
+    replica."""
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
-    end = max(one.stop for one in events if one.device == 0 and isinstance(one.action, Forward))
+    end = max(one.stop for one in events if isinstance(one.action, Forward) and one.action.stage == 0)
     kept: Passes = [[] for _ in program.devices]
     for one in events:
         if one.lane is Lane.compute and isinstance(one.action, Compute) and one.start < end:
             kept[one.device].append(one.action)
-    return assemble(work, kept, hands_over=True)
+    return kept
 
 
 Batches = Collection[tuple[str, int]]
 """Global batches, each as a pair (job, step)."""
 
 
-def _closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
-    """Return the batches that end in this window: their last backward on the first stage is in it. On other
-    stages, the last backward comes earlier, possibly in a previous window."""
+def find_closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
+    """Return the batches that end in this window: their last backward on the first stage is in it.
+    `first_passes` are the passes of the first stage, in all replicas. On other stages, the last backward
+    comes earlier, possibly in a previous window."""
     remaining = _remaining_samples(work, stages[0], stages)
     for action in first_passes:
         if isinstance(action, Backward):
@@ -252,12 +263,14 @@ def device_actions(
     this window.
     """
     stepped = _insert_steps(work, passes, device, stage_devices, closed_batches)
-    arrived = {
-        (number, *arrival)
-        for number, one in enumerate(work.inherited)
-        if (arrival := one.arrival(len(stage_devices))) is not None
-    }
-    return list(insert_transfers(stepped, stage_devices, arrived))
+    return list(insert_transfers(stepped, stage_devices, arrived_inputs(work, len(stage_devices))))
+
+
+def arrived_inputs(work: Work, stages: int) -> set[Arrival]:
+    """Return the inputs of the next passes of inherited microbatches, which the previous window has received
+    already."""
+    arrivals = ((number, one.arrival(stages)) for number, one in enumerate(work.inherited))
+    return {(number, *arrival) for number, arrival in arrivals if arrival is not None}
 
 
 def add_final_receives(lists: Sequence[list[Action]]) -> None:
@@ -344,7 +357,7 @@ def _insert_steps(
 def insert_transfers(
     actions: Iterable[Action],
     stage_devices: Sequence[int],
-    arrived: Collection[tuple[int, int, Payload]] = (),
+    arrived: Collection[Arrival] = (),
 ) -> Iterable[Action]:
     """Yield the actions with a Recv before each pass whose input comes from another device, and a Send
     after each pass whose output goes to another device. Inputs in `arrived` were received in the previous

@@ -187,7 +187,7 @@ def _may_hand_over(
 ) -> bool:
     """Return whether the window may leave batches unfinished: new batches begin, in an order that can be cut,
     and nothing at the end of the window needs their results."""
-    if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS) or rules.replicas > 1:
+    if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS):
         return False
     by_job = {window.job: window for window in windows}
     return not any(batch.mismatched or by_job[batch.job].evaluates_at(batch.step) for batch in parts[0])
@@ -318,7 +318,7 @@ class _WindowSearch:
         orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
         all_turns = order_turns(groups, self.batches, self.inherited)
         if self.rules.replicas > 1:
-            return self._plan_replicas(all_turns[0], size)
+            return min((self._plan_replicas(turns, size) for turns in all_turns), key=lambda one: one.seconds)
         return min(
             (self._plan_in_order(turns, size, order) for turns in all_turns for order in orders),
             key=lambda one: one.seconds,
@@ -350,7 +350,9 @@ class _WindowSearch:
         patient, eager = (
             Timed(program, window_seconds(program, prices))
             for program in (
-                order_replicas(work, rules.stages, prices, rules.spare_microbatches, is_patient)
+                order_replicas(
+                    work, rules.stages, prices, rules.spare_microbatches, is_patient, self.hands_over
+                )
                 for is_patient in (True, False)
             )
         )
@@ -517,15 +519,18 @@ def divide_into_microbatches(
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = moves_samples and rules.order is not PipelineOrder.template and rules.replicas == 1
     merging = MergeRules(max_tokens, rules.batch_distance, limits=rules.packing_limits)
-    previous = [
-        tuple(BatchSample(one.job, one.step, 0, one.tokens) for one in plan.segments)
-        for plan in inherited.microbatches
-    ]
+    previous: list[list[tuple[BatchSample, ...]]] = [[] for _ in range(rules.replicas)]
+    tokens = [0] * rules.replicas
+    for plan, progress in zip(inherited.microbatches, inherited.progress, strict=True):
+        segments = (BatchSample(one.job, one.step, 0, one.tokens) for one in plan.segments)
+        previous[progress.replica].append(tuple(segments))
+        tokens[progress.replica] += plan.tokens if progress.backwards < rules.stages else 0
+    rounds = distribute_samples(_group_rounds(batches, groups, max_tokens), tokens)
     laid = [
-        merge(rounds, merging, previous, move_samples=shift).microbatches
-        for rounds in distribute_samples(_group_rounds(batches, groups, max_tokens), rules.replicas)
+        merge(own, merging, before, move_samples=shift).microbatches
+        for own, before in zip(rounds, previous, strict=True)
     ]
-    starts = accumulate((len(one) for one in laid), initial=0)
+    starts = accumulate((len(one) for one in laid), initial=len(inherited.microbatches))
     numbers = tuple(
         tuple(start + index for index, samples in enumerate(one) if samples)
         for start, one in zip(starts, laid, strict=False)
