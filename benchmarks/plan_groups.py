@@ -58,7 +58,7 @@ from weftune.plan.program.program import (
     Program,
     sample_groups,
 )
-from weftune.plan.window.orders import Work, cut_passes, multi_job
+from weftune.plan.window.orders import Work, cut_program, multi_job
 from weftune.plan.window.pace import (
     StagePace,
     WindowPace,
@@ -356,7 +356,7 @@ class Window:
     def timed(self, program: Program, work: Work) -> Timed:
         prices = pace_prices(work.microbatches, self.rules.paces)
         if self.hands_over:
-            program = cut_passes(program, work, prices)
+            program = cut_program(program, prices)
         return Timed(program, window_seconds(program, prices))
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from weftune.plan.program.check import check
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import (
     Action,
@@ -174,69 +173,71 @@ def rounds(work: Work) -> list[list[int]]:
 
 
 def assemble(
-    work: Work,
-    device_passes: Sequence[Iterable[Action]],
-    stage_devices: Sequence[int] = (),
-    hands_over: bool = False,
+    work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = ()
 ) -> Program:
-    """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
+    """Return a Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
-    `stage_devices` contains the device of each stage; by default, stage s is on device s. With `hands_over`,
-    passes at the end may be missing, since the next window runs them.
+    `stage_devices` contains the device of each stage; by default, stage s is on device s.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
-    passes = [list(actions) for actions in device_passes]
-    closed_batches = find_closed_batches(work, passes[stages[0]], stages)
-    lists = [
-        device_actions(work, actions, device, stages, closed_batches) for device, actions in enumerate(passes)
-    ]
-    if hands_over:
-        add_final_receives(lists)
-    program = Program(
+    lists = [device_actions(work, passes, device, stages) for device, passes in enumerate(device_passes)]
+    return Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
         devices=tuple(map(tuple, lists)),
         stages=stages,
         inherited=work.inherited,
-        hands_over=hands_over,
     )
-    check(program)
-    return program
 
 
-def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
-    """Return a program of the same work without the passes that begin after the first stage has run its last
-    forward. They are left to the next window, where they overlap with the forwards of new batches."""
-    return assemble(work, passes_before_cut(program, prices), hands_over=True)
+def cut_program(program: Program, prices: Prices) -> Program:
+    """Return the program without the passes that begin after the first stage has run its last forward, in all
+    replicas. The next window runs these passes, which then overlap with the forwards of its batches.
 
-
-def passes_before_cut(program: Program, prices: Prices) -> Passes:
-    """Return the passes of every device that begin before the first stage has run its last forward, in every
-    replica."""
+    The Reduces and the Step of a batch remain if all of its passes do.
+    """
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
-    end = max(one.stop for one in events if isinstance(one.action, Forward) and one.action.stage == 0)
-    kept: Passes = [[] for _ in program.devices]
-    for one in events:
-        if one.lane is Lane.compute and isinstance(one.action, Compute) and one.start < end:
-            kept[one.device].append(one.action)
-    return kept
+    passes = [one for one in events if one.lane is Lane.compute and isinstance(one.action, Compute)]
+    first = (one for one in passes if isinstance(one.action, Forward) and one.action.stage == 0)
+    end = max(one.stop for one in first)
+    kept = {one.action for one in passes if one.start < end}
+    last = {one.action for one in passes if one.start >= end and one.action.stage == 0}
+    unfinished = {
+        (segment.job, segment.step)
+        for action in last
+        for segment in program.microbatches[action.microbatch].segments
+    }
+
+    def is_kept(action: Action) -> bool:
+        match action:
+            case Reduce(job, step) | Step(job, step):
+                return (job, step) not in unfinished
+            case Send(number, stage, payload):
+                maker = Forward(number, stage - 1) if payload == "activation" else Backward(number, stage + 1)
+                return maker in kept
+            case Recv(number, stage, payload):
+                return (
+                    Forward(number, stage) if payload == "activation" else Backward(number, stage)
+                ) in kept
+            case _:
+                return action in kept
+
+    lists = [[action for action in actions if is_kept(action)] for actions in program.devices]
+    _add_final_receives(lists)
+    return replace(program, devices=tuple(map(tuple, lists)), hands_over=True)
 
 
-Batches = Collection[tuple[str, int]]
-"""Global batches, each as a pair (job, step)."""
-
-
-def find_closed_batches(work: Work, first_passes: Iterable[Action], stages: Sequence[int]) -> Batches:
-    """Return the batches that end in this window: their last backward on the first stage is in it.
-    `first_passes` are the passes of the first stage, in all replicas. On other stages, the last backward
-    comes earlier, possibly in a previous window."""
-    remaining = _remaining_samples(work, stages[0], stages)
-    for action in first_passes:
-        if isinstance(action, Backward):
-            for segment in work.microbatches[action.microbatch].segments:
-                remaining[segment.job, segment.step] -= len(segment.samples)
-    return {key for key, count in remaining.items() if not count}
+def _add_final_receives(lists: Sequence[list[Action]]) -> None:
+    """Add Recvs at the ends of the devices' lists of actions for everything that is sent but not received in
+    the window, so that no message is in transit between two windows."""
+    received = {
+        (one.microbatch, one.stage, one.payload) for own in lists for one in own if isinstance(one, Recv)
+    }
+    sends = [(device, one) for device, own in enumerate(lists) for one in own if isinstance(one, Send)]
+    for device, sent in sends:
+        if (sent.microbatch, sent.stage, sent.payload) not in received:
+            lists[sent.peer].append(Recv(sent.microbatch, sent.stage, sent.payload, device))
 
 
 def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counter[tuple[str, int]]:
@@ -254,15 +255,11 @@ def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counte
 
 
 def device_actions(
-    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed_batches: Batches
+    work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int]
 ) -> list[Action]:
     """Return the actions of one device: its passes with the Steps, Reduces, Sends and Recvs that belong to
-    them.
-
-    `stage_devices` contains the device of each stage. `closed_batches` are the batches whose Steps are in
-    this window.
-    """
-    stepped = _insert_steps(work, passes, device, stage_devices, closed_batches)
+    them. `stage_devices` contains the device of each stage."""
+    stepped = _insert_steps(work, passes, device, stage_devices)
     return list(insert_transfers(stepped, stage_devices, arrived_inputs(work, len(stage_devices))))
 
 
@@ -271,18 +268,6 @@ def arrived_inputs(work: Work, stages: int) -> set[Arrival]:
     already."""
     arrivals = ((number, one.arrival(stages)) for number, one in enumerate(work.inherited))
     return {(number, *arrival) for number, arrival in arrivals if arrival is not None}
-
-
-def add_final_receives(lists: Sequence[list[Action]]) -> None:
-    """Add Recvs at the ends of the devices' lists of actions for everything that is sent but not received in
-    the window, so that no message is in transit between two windows."""
-    received = {
-        (one.microbatch, one.stage, one.payload) for own in lists for one in own if isinstance(one, Recv)
-    }
-    sends = [(device, one) for device, own in enumerate(lists) for one in own if isinstance(one, Send)]
-    for device, sent in sends:
-        if (sent.microbatch, sent.stage, sent.payload) not in received:
-            lists[sent.peer].append(Recv(sent.microbatch, sent.stage, sent.payload, device))
 
 
 def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
@@ -320,10 +305,10 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
 
 
 def _insert_steps(
-    work: Work, actions: Iterable[Action], device: int, stages: Sequence[int], closed_batches: Batches
+    work: Work, actions: Iterable[Action], device: int, stages: Sequence[int]
 ) -> Iterable[Action]:
-    """Yield the actions of a device together with the optimizer steps (Steps) of the closed batches. A Step
-    follows the last Backward of its batch, or is at the start if that Backward is in the previous window.
+    """Yield the actions of a device together with the optimizer steps (Steps) of all batches. A Step follows
+    the last Backward of its batch, or is at the start if that Backward is in the previous window.
 
     With several devices, a Reduce comes between that Backward and the Step. On all devices but the first, the
     Step is as late as possible, before the job's next Forward or at the end, so that devices rarely wait for
@@ -331,7 +316,7 @@ def _insert_steps(
     """
     remaining, several = _remaining_samples(work, device, stages), len(set(stages)) > 1
     pending: dict[str, Step] = {}
-    for key in [key for key, count in remaining.items() if not count and key in closed_batches]:
+    for key in [key for key, count in remaining.items() if not count]:
         yield Reduce(*key)
         pending[key[0]] = Step(*key)
     for action in actions:
@@ -344,7 +329,7 @@ def _insert_steps(
             for segment in work.microbatches[action.microbatch].segments:
                 key = segment.job, segment.step
                 remaining[key] -= len(segment.samples)
-                if not remaining[key] and key in closed_batches:
+                if not remaining[key]:
                     if several:
                         yield Reduce(*key)
                     pending[segment.job] = Step(*key)

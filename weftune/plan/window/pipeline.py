@@ -42,7 +42,7 @@ from weftune.plan.window.orders import (
     Work,
     chunked_multi_job,
     cut_long_samples,
-    cut_passes,
+    cut_program,
     gpipe,
     insert_transfers,
     multi_job,
@@ -339,25 +339,24 @@ class _WindowSearch:
         self.microbatches += len(work.microbatches)
         prices = pace_prices(work.microbatches, self.rules.paces)
         program = order_passes(order, work, prices, groups, self.rules)
-        if self.hands_over:
-            program = cut_passes(program, work, prices)
-        return Timed(program, window_seconds(program, prices))
+        return self._cut_and_simulate(program, prices)
 
     def _plan_replicas(self, groups: Groups, size: int) -> Timed:
         rules = self.rules
         work = divide_into_microbatches(self.batches, groups, size, rules, self.inherited)
         prices = pace_prices(work.microbatches, rules.paces)
+        spare = rules.spare_microbatches
         patient, eager = (
-            Timed(program, window_seconds(program, prices))
-            for program in (
-                order_replicas(
-                    work, rules.stages, prices, rules.spare_microbatches, is_patient, self.hands_over
-                )
-                for is_patient in (True, False)
-            )
+            self._cut_and_simulate(order_replicas(work, rules.stages, prices, spare, is_patient), prices)
+            for is_patient in (True, False)
         )
         # The patient order hides links that the prices omit, unless waiting itself costs time.
         return patient if patient.seconds <= PATIENCE * eager.seconds else eager
+
+    def _cut_and_simulate(self, program: Program, prices: Prices) -> Timed:
+        if self.hands_over:
+            program = cut_program(program, prices)
+        return Timed(program, window_seconds(program, prices))
 
     def _keep_if_faster(self, found: Timed) -> bool:
         """Keep a program if it is faster than the best one so far, and return whether it is."""

@@ -7,12 +7,10 @@ replica is expected to have finished, and no replica waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from weftune.plan.pack.merge import BatchSample
-from weftune.plan.program.check import check
 from weftune.plan.program.prices import Prices
 from weftune.plan.program.program import (
     Action,
@@ -25,16 +23,7 @@ from weftune.plan.program.program import (
     batch_samples,
 )
 from weftune.plan.window.dispatch import BatchClosed, Dispatch, PassBegan
-from weftune.plan.window.orders import (
-    Batches,
-    Work,
-    add_final_receives,
-    arrived_inputs,
-    find_closed_batches,
-    insert_transfers,
-    multi_job_rules,
-    passes_before_cut,
-)
+from weftune.plan.window.orders import Work, arrived_inputs, insert_transfers, multi_job_rules
 
 Rounds = list[list[BatchSample]]
 
@@ -77,56 +66,34 @@ def order_replicas(
     prices: Prices,
     spare: int = 0,
     delays_gradient_sums: bool = False,
-    hands_over: bool = False,
 ) -> Program:
     """Return a program in which all replicas use the multi-job schedule of `orders.py`, with the Reduces and
     Steps that they need.
 
     With `delays_gradient_sums`, replicas sum the gradients of a batch about one pass later, so that slow
-    links cause fewer waits. With `hands_over`, the passes that begin after all replicas have begun their last
-    microbatch are left to the next window.
+    links cause fewer waits.
     """
     forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
     lag = sum(forwards) / len(forwards) if delays_gradient_sums else 0.0
     rules = replace(multi_job_rules(stages, spare), exchange_seconds=lag)
     dispatch = Dispatch(work.microbatches, work.by_replica, prices, rules, work.inherited)
-    device_passes = dispatch.run()
-    program = _build_program(work, stages, device_passes, dispatch.log)
-    if hands_over:
-        kept = passes_before_cut(program, prices)
-        program = _build_program(work, stages, kept, dispatch.log, hands_over=True)
-    check(program)
-    return program
-
-
-def _build_program(
-    work: Work,
-    stages: int,
-    device_passes: Sequence[Sequence[Action]],
-    log: Iterable[PassBegan | BatchClosed],
-    hands_over: bool = False,
-) -> Program:
-    """Return the program of the given passes of every device, in the order of the log, with Reduces, Steps,
-    Sends and Recvs inserted."""
-    first_passes = chain.from_iterable(device_passes[::stages])
-    closed_batches = find_closed_batches(work, first_passes, range(stages))
-    inserter = _StepInserter(work, stages, closed_batches)
-    lists = inserter.insert_steps(log, frozenset(chain.from_iterable(device_passes)))
-    arrived = arrived_inputs(work, stages)
-    for device, actions in enumerate(lists):
-        first = device - device % stages
-        lists[device] = list(insert_transfers(actions, range(first, first + stages), arrived))
-    if hands_over:
-        add_final_receives(lists)
+    dispatch.run()
+    lists, arrived = _StepInserter(work, stages).insert_steps(dispatch.log), arrived_inputs(work, stages)
     return Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
-        devices=tuple(map(tuple, lists)),
+        devices=tuple(
+            tuple(
+                insert_transfers(
+                    actions, range(device - device % stages, device - device % stages + stages), arrived
+                )
+            )
+            for device, actions in enumerate(lists)
+        ),
         stages=tuple(range(stages)),
         replicas=len(work.by_replica),
         inherited=work.inherited,
-        hands_over=hands_over,
     )
 
 
@@ -134,10 +101,8 @@ class _StepInserter:
     """Inserts Reduces and Steps between the passes of all devices, in the order of simulated events. No
     deadlock is possible, since everything that an action waits for precedes it in the log."""
 
-    def __init__(self, work: Work, stages: int, closed_batches: Batches) -> None:
-        """`closed_batches` are the batches whose Steps are in this window."""
+    def __init__(self, work: Work, stages: int) -> None:
         self.work, self.microbatches, self.stages = work, work.microbatches, stages
-        self.closed_batches = closed_batches
         self.lists: list[list[Action]] = [[] for _ in range(len(work.by_replica) * stages)]
         sample_counts = [
             batch_samples(self.microbatches[number] for number in work.replica_microbatches(replica))
@@ -151,21 +116,16 @@ class _StepInserter:
         """For each device, the Steps that are not inserted yet, by job. Steps are inserted as late as
         possible."""
 
-    def insert_steps(
-        self, log: Iterable[PassBegan | BatchClosed], passes: Collection[Action]
-    ) -> list[list[Action]]:
-        """Return the actions of every device: those passes in the log that are in `passes`, with Reduces and
-        Steps of the closed batches."""
+    def insert_steps(self, log: Iterable[PassBegan | BatchClosed]) -> list[list[Action]]:
+        """Return the actions of every device: the passes in the log, with Reduces and Steps."""
         self._begin_window()
         for moment in log:
             match moment:
-                case PassBegan(_, action) if action not in passes:
-                    continue
                 case PassBegan(device, Forward() as action):
                     self._insert_forward(device, action)
                 case PassBegan(device, Backward() as action):
                     self._insert_backward(device, action)
-                case BatchClosed(stage, job, step) if (job, step) in self.closed_batches:
+                case BatchClosed(stage, job, step):
                     self._close_batch(stage, job, step)
         for device, pending in enumerate(self.pending):
             self.lists[device] += pending.values()
@@ -181,13 +141,12 @@ class _StepInserter:
                         remaining[segment.job, segment.step] -= len(segment.samples)
         for device, remaining in enumerate(self.remaining):
             for key, count in remaining.items():
-                if not count and key in self.closed_batches:
+                if not count:
                     self.lists[device].append(Reduce(*key, "gradient"))
         for batch in self.work.batches:
             key = batch.job, batch.step
             for stage in reversed(range(self.stages)):
-                is_complete = not any(one[key] for one in self.remaining[stage :: self.stages])
-                if is_complete and key in self.closed_batches:
+                if not any(one[key] for one in self.remaining[stage :: self.stages]):
                     self._close_batch(stage, *key)
 
     def _insert_forward(self, device: int, action: Forward) -> None:
@@ -207,7 +166,7 @@ class _StepInserter:
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
             self.remaining[device][key] -= len(segment.samples)
-            if not self.remaining[device][key] and key in self.closed_batches:
+            if not self.remaining[device][key]:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
     def _close_batch(self, stage: int, job: str, step: int) -> None:
