@@ -18,11 +18,13 @@ from weftune.plan.cost.nnls import solve_nnls
 from weftune.plan.program.program import Backward, Evaluate, Forward, ForwardOnly, Program, Score
 
 NOISE = 0.01
-"""Relative error of one measured peak."""
+"""Relative error of one measured memory peak."""
 DOUBT = (0.1, 0.5, 1.0)
-"""Prior relative standard deviations of the factors for state, activations and slack."""
+"""Prior relative standard deviations of the memory correction factors for adapter state, activations and
+slack."""
 FLOOR = 0.1
-"""Minimum of a fitted factor, relative to the factor known before the run. It keeps factors above zero."""
+"""Minimum of a fitted correction factor, relative to the factor known before the run. It keeps factors above
+zero."""
 MAX_PEAKS = 100
 
 
@@ -49,7 +51,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
 
 
 def scored_rows(program: Program) -> int:
-    """Return the largest number of rows of a microbatch that go through the head."""
+    """Return the largest number of rows per microbatch that go through the head."""
     return max(
         (
             sum(placed.supervised_tokens for segment in microbatch.segments for placed in segment.samples)
@@ -65,8 +67,8 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
 
     If a sample is cut into chunks, the keys and values of the whole sample are held from the forward of its
     first chunk until the backward of its first chunk, and their gradients from the backward of its last chunk
-    on. They are converted to the number of rows that keep as many bytes: `key_shares` contains, for each
-    worker, the share of a row's activation bytes that is taken by its keys and values.
+    on. These bytes are counted as rows with equally many activation bytes: `key_shares` contains, for each
+    worker, the fraction of a row's activation bytes that its keys and values take.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
@@ -107,8 +109,9 @@ def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
 
 
 def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
-    """Return the gradients of a sample's keys and values, in the number of rows with as many bytes, if the
-    microbatch is the sample's last chunk. Its backward allocates them. Return 0 for any other microbatch."""
+    """Return the size of the gradients of a sample's keys and values, as the number of rows with equally many
+    activation bytes. They are allocated by the backward of the sample's last chunk; for any other microbatch,
+    return 0."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
     return gradient_share * rows if is_last else 0.0

@@ -81,7 +81,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def pack_padded(case: Instance) -> Bins:
     """Return bins of sample indices by best fit decreasing, where the rows of each job in a bin are padded. A
-    sample may take the place of padding rows of its job."""
+    sample may replace padding rows of its job."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []
@@ -119,8 +119,8 @@ def _l2(lengths: Sequence[int], capacity: int) -> int:
     """Return the lower bound L2 on the number of microbatches: the largest of the bounds for every choice of
     `smallest`, the length below which samples are ignored.
 
-    Each sample that is longer than half of a microbatch needs its own microbatch. The room beside it can hold
-    shorter samples only if `smallest` tokens fit there.
+    Each sample that is longer than half of a microbatch needs its own microbatch. Shorter samples can share
+    its microbatch only if `smallest` tokens still fit.
     """
     ordered = sorted(lengths)
     sums = [0, *accumulate(ordered)]

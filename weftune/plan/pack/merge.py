@@ -135,7 +135,8 @@ def _concatenate(
 
 
 class _Sequence:
-    """The sequence of microbatches so far, and the position of the last microbatch of each batch."""
+    """A sequence of microbatches that is being built, with the position of each global batch's last
+    microbatch."""
 
     def __init__(self, rules: MergeRules, previous: Sequence[Microbatch]) -> None:
         self.rules = rules
@@ -145,8 +146,8 @@ class _Sequence:
             self._append_microbatch(microbatch)
 
     def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return the samples that fill the last microbatch best, among those that are allowed to run in
-        it."""
+        """Return the samples that fill the last microbatch best, chosen among the samples that are allowed to
+        run in it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _padded_rows(self.microbatches[-1], self.rules.multiple)
         case = _packing_instance(free, self.rules)
@@ -157,8 +158,8 @@ class _Sequence:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def append_round(self, microbatches: Sequence[Microbatch]) -> None:
-        """Append a round. At each position, the first microbatch that may run there is appended, or a no-op
-        if there is none."""
+        """Append the microbatches of a round. Each position gets the first microbatch that is allowed to run
+        there, or a no-op (an empty microbatch) if there is none."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)
@@ -237,7 +238,8 @@ def earliest_microbatch(last: int, stages: int) -> int:
     """Return the number of the first microbatch in which batch j + 1 of a job may begin if its batch j ends
     in microbatch `last` (the bubble lemma).
 
-    In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
+    The reason is that, in plain 1F1B, the first stage runs the backward of microbatch k right before the
+    forward of microbatch k + `stages`.
     """
     return last + stages
 
@@ -246,8 +248,8 @@ def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
     """Return the number of no-ops (empty microbatches) per cycle, in which each group has one round.
     `microbatches` contains the number of microbatches in a round of each group.
 
-    Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires at least
-    `stages` − 1 microbatches between them.
+    Two consecutive rounds of a group need at least `stages` − 1 microbatches of other groups or no-ops
+    between them, since a job's next batch waits for the backward of its previous one (the bubble lemma).
     """
     between = min((sum(microbatches) - own for own in microbatches), default=stages)
     return max(0, stages - 1 - between)

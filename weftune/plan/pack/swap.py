@@ -1,6 +1,6 @@
 """Improvement of a packing by exchanging samples between bins (microbatches), so that some bins become full
-and others empty. The samples that fill a bin best are found by solving a subset-sum problem, with an integer
-as a bit set."""
+and others empty. The samples that fill a bin best are found by solving a subset-sum problem, in which the
+bits of an integer are the possible sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ REPACKED_BINS = 5
 """Number of bins that are repacked together. Among 3, 4 and 5, this value was best if two or three samples
 fill a bin."""
 KEPT = 0.6
-"""When bins are repacked, a bin is first filled from a random subset with this fraction of the samples."""
+"""Fraction of the samples from which each bin is first filled when bins are repacked at random."""
 LOSS = 0.005
-"""Maximum relative decrease in the sum of squared loads for which repacked bins are accepted."""
+"""Maximum relative decrease in the sum of squared bin loads (tokens per bin) at which randomly repacked bins
+are accepted."""
 
 
 def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
-    """Return the bins after exchanges of samples between pairs of bins. The result never has more bins or,
-    with equally many, more rows in the least full bin.
+    """Return the bins after exchanges of samples between pairs of bins. The result has fewer bins or, if
+    their number stays the same, at most as many rows in the least full bin.
 
     The fuller bin of a pair gets those samples of both bins that fill it best, if it then has more tokens
     than either bin had before. The sum of squared tokens therefore grows with every exchange, and the search
@@ -55,12 +56,12 @@ def repack_randomly(
 
 
 def least_load(case: Instance, bins: Bins) -> int:
-    """Return the rows of the least full bin, including padding."""
+    """Return the number of rows in the least full bin, including padding."""
     return min((case.load(chosen) for chosen in bins), default=0)
 
 
 def least_possible_load(case: Instance, count: int) -> int:
-    """Return the rows of the least full of `count` bins if all other bins are full."""
+    """Return the number of rows in the last of `count` bins if all other bins are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -154,8 +155,8 @@ def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
 
 
 class _Sums:
-    """All sums of tokens, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is set
-    if a subset of the k shortest samples has n tokens in total."""
+    """All total token counts, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is
+    set if a subset of the k shortest samples has n tokens in total."""
 
     def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths
