@@ -1,8 +1,8 @@
 """Distribution of latencies over a given number of buckets, so that the sums of the buckets are nearly equal.
 
-The mean of the sums is fixed, so the smallest variance of the sums is their smallest sum of squares. For few
-latencies, the optimum is found. For many, the longest latencies are placed first; then latencies are moved
-and swapped while that reduces the sum of squares.
+The distribution with the smallest variance is sought. Since the mean of the sums is fixed, it is the one with
+the smallest sum of squares. For few latencies, the optimum is found. For many, the longest latencies are
+placed first; then latencies are moved and swapped while that reduces the sum of squares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 10
-"""Maximum number of latencies for which every distribution is tried."""
+"""Maximum number of latencies for which every distribution over buckets is tried."""
 SMALLEST_GAIN = 1e-12
 """Minimum relative reduction of the sum of squares that counts as a gain and not as a rounding error."""
 
@@ -49,8 +49,8 @@ def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
 
 
 def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
-    """Return better buckets: latencies are moved or swapped, each time with the greatest reduction of the sum
-    of squares, until no change reduces it."""
+    """Return better buckets, found by greedy search: the move or swap of latencies that reduces the sum of
+    squares most is applied, until none reduces it."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
     for number, bucket in enumerate(buckets):

@@ -27,9 +27,10 @@ since a plan must not depend on the clock."""
 STARTS = 6
 """Number of partitions from which the local search starts."""
 CHANGES = 2_000
-"""Maximum number of changes that the local search tries from each start."""
+"""Maximum number of changes to a partition that the local search tries from each start."""
 CLOSE = 1 - 1e-9
-"""Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
+"""A time counts as shorter than another if their ratio is at most this number. Ratios closer to 1 are
+attributed to rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ def _shortage_reason(problem: _Problem) -> str:
 
 
 def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
-    """Return the best result of a few local searches. Return None if no result fits in memory."""
+    """Return the best partition that local searches from `starts` partitions find, or None if none fits in
+    memory."""
     ranked = sorted(_starting_partitions(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
@@ -161,7 +163,8 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
 
 
 def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
-    """Return the partition with these cuts. As many of the first stages as fit are resident."""
+    """Return the partition with these boundaries between stages, in which as many of the first stages as fit
+    are resident."""
     draft = _streamed_partition(cuts)
     for number in range(len(draft.resident)):
         longer = _toggle_resident(draft, number)
@@ -188,7 +191,7 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
 
 def _neighbours(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
-    stage becomes resident or streamed, or a resident and a streamed stage change their roles."""
+    stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
@@ -262,18 +265,18 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage of a prefix (the first stages of a partition). Its times, in seconds, are lower bounds, since
-    later stages only reduce the free memory."""
+    """A stage with lower bounds on its times in seconds, in a prefix (the first stages of a partition). They
+    are lower bounds because later stages only reduce the free memory."""
 
     stage: StageCost
     resident: bool
     first_start: float
     last_start: float
-    """Start times of the stage's forward of the first and of the last microbatch."""
+    """Start times, in seconds, of the forwards of the first and of the last microbatch on a stage."""
     first_tail: float
     last_tail: float
-    """Seconds until the end of the step from the moment when the stage begins the backward of the last
-    microbatch. `first_tail` is that of the first microbatch."""
+    """Seconds from the start of the last microbatch's backward on a stage to the end of the step.
+    `first_tail` is the time from the first microbatch's backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +286,11 @@ class Prefix:
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
     latest_stages: tuple[PartialPlacement | None, ...]
-    """Last stage of the prefix on each GPU. None if a GPU has no stage yet."""
+    """Last stage that has been placed on each GPU, or None for a GPU without stages."""
     fixed_bytes: tuple[int, ...]
-    """Bytes that each GPU holds all the time."""
+    """Bytes that each GPU holds permanently."""
     passing_bytes: tuple[int, ...]
-    """Additional bytes that each GPU needs while one of its stages computes, at the peak."""
+    """Peak bytes that each GPU needs temporarily while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
 
@@ -299,8 +302,9 @@ class Prefix:
 class Bounds:
     """Lower bounds on the step time of partitions whose first stages are given.
 
-    Times follow the recurrence of `mobius_step`. The forward is computed from the first stage on. So is the
-    backward, since it is expressed as tails: the seconds from the start of a stage to the end of the step.
+    Times follow the recurrence of `mobius_step`. Both the forward and the backward are computed from the
+    first stage on. For the backward this is possible because its times are expressed as tails: seconds from
+    the start of a stage to the end of the step.
     """
 
     def __init__(self, layers: Sequence[LayerCost], host: Host, microbatches: int) -> None:
@@ -345,9 +349,9 @@ class Bounds:
         previous_on_gpu: PartialPlacement | None,
         free_bytes: int,
     ) -> PartialPlacement:
-        """Return the stage with lower bounds on its times. `previous_stage` is the stage before it in the
-        base, and `previous_on_gpu` the previous stage on the same GPU. `free_bytes` is the free memory of
-        that GPU, apart from the stage that computes."""
+        """Return a stage with lower bounds on its start times and on the seconds from then to the end of the
+        step. `previous_stage` is the stage before it in the base, and `previous_on_gpu` the previous stage on
+        the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward

@@ -25,7 +25,7 @@ class Host:
     bandwidth: float
     """Bytes per second of one link."""
     stage_bytes: int = 0
-    """Bytes that each stage holds all the time, such as its inputs of all microbatches."""
+    """Bytes that each stage holds on its GPU permanently, such as its inputs of all microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class StreamPartition:
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisit:
-    """The forward or the backward of one stage for all microbatches: its computation, and the transfers that
-    must precede it."""
+    """A visit: the forward or the backward of one stage for all microbatches, with the transfers that must
+    precede it."""
 
     seconds: float
     """Seconds of computation per microbatch."""
@@ -52,14 +52,14 @@ class MobiusVisit:
     """Bytes of the activation or gradient that is received from the preceding stage. 0 with a single GPU."""
     upload_bytes: int = 0
     late_bytes: int = 0
-    """Bytes of `upload_bytes` that have no room on the GPU until the previous stage there has been
+    """Bytes of a stage's upload that have no room on the GPU until the previous stage on this GPU has been
     computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisits:
-    """The visits of all stages in the order in which they run. The next visit on the same GPU is as many
-    positions further on as there are GPUs."""
+    """The visits (forwards or backwards of a stage for all microbatches) in the order in which they run. With
+    N GPUs, visits j and j + N run on the same GPU."""
 
     forward: tuple[MobiusVisit, ...]
     backward: tuple[MobiusVisit, ...]
@@ -68,8 +68,8 @@ class MobiusVisits:
 def step_seconds(
     partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
 ) -> float:
-    """Return the seconds from the first forward to the end of the last backward, or infinity if the partition
-    does not fit in memory."""
+    """Return the seconds of a training step, from the first forward to the end of the last backward, or
+    infinity if the partition does not fit in memory."""
     return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
 
 
@@ -112,11 +112,12 @@ def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) 
 
 
 def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -> float:
-    """Return the seconds of the forward or of the backward of all microbatches by equations 8 to 10.
+    """Return the seconds of the forward or of the backward of all microbatches, by equations 8 to 10 of
+    Mobius.
 
     Microbatches are alike, so it suffices to compute the start times of the first and of the last one. The
-    upload of a stage begins together with the previous visit on the same GPU, as far as memory has room for
-    it; the rest is uploaded when that visit has ended.
+    upload of a stage begins when the previous stage on the same GPU begins to compute. The part that does not
+    fit in memory by then is uploaded when that stage has ended.
     """
     first: list[float] = []
     last: list[float] = []
@@ -144,8 +145,8 @@ def _visits(
     count, gpus = len(stages), host.gpus
 
     def visit(number: int, seconds: float, received_bytes: int, previous_on_gpu: int) -> MobiusVisit:
-        """Return the visit of a stage. `previous_on_gpu` is the number of the stage that ran before on the
-        same GPU; a number out of range means that there is none."""
+        """Return the forward or backward of a stage with its transfers. `previous_on_gpu` is the number of
+        the stage that ran before on the same GPU; a number out of range means that there is none."""
         weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
         late = max(0, weights - stage_free_bytes[previous_on_gpu]) if weights else 0
         return MobiusVisit(seconds, received_bytes if gpus > 1 else 0, weights, late)

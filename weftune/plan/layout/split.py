@@ -26,11 +26,11 @@ class JobWork:
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Some of the job's global batches, which represent all of them."""
+    """Sample of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
     """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()
-    """Samples of each evaluation."""
+    """Held-out samples of each evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     """Return the predicted seconds of a job's remaining work if it does not share microbatches with other
     jobs.
 
-    Sharing makes it cheaper, but by how much depends on which jobs run on the same device. `capacity` is the
-    maximum number of tokens per microbatch.
+    The time with shared microbatches is shorter, but depends on the other jobs of the device. `capacity` is
+    the maximum number of tokens per microbatch.
     """
     met = {job.shape.name: job.shape.active_parameters}
     room = max(capacity, job.shape.max_sample_tokens)
@@ -102,8 +102,8 @@ def share_jobs(
 
 
 def _first_in_chain(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
-    """Return the first job of the chain that leads to this job, in which each job starts from the adapter of
-    the previous one."""
+    """Return the first job of the chain that ends with this job. Each job of a chain starts from the adapter
+    of the previous one."""
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name

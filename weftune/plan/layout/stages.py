@@ -34,18 +34,19 @@ is infinite if the stage is not allowed."""
 
 @dataclass(frozen=True, slots=True)
 class StageLimit:
-    """Limits of the device of one stage."""
+    """Memory limit and relative speed of the device that holds one stage."""
 
     memory_bytes: int
     microbatches_in_flight: int = 1
     """Number of microbatches whose activations the stage holds at once."""
     relative_time: float = 1.0
-    """Time that the device takes, divided by the time of the device on which the layers were measured."""
+    """Time that this device takes for a layer, relative to the device on which layers were measured."""
 
 
 def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
-    """Return one stage per limit, so that the slowest stage is as fast as possible and, among such
-    partitions, the largest memory is as small as possible. Raise PlanError if no partition fits in memory."""
+    """Return a partition of the layers into one stage per limit. The slowest stage is as fast as possible
+    and, with equal speed, the largest memory of a stage as small as possible. Raise PlanError if no partition
+    fits in memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _stage_memory(layers, limits)
@@ -162,8 +163,8 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def multiplication_costs(shape: ModelShape) -> PartCosts:
-    """Return the costs of the parts of a base in multiplications per token. The head counts twice in its
-    forward, which also computes the gradient of its input, and not in its backward."""
+    """Return the costs of the parts of a base in multiplications per token. The forward of the head counts
+    twice and its backward not at all, since the forward also computes the gradient of the head's input."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
@@ -184,8 +185,8 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """Return the counts of a typical microbatch of one job with `tokens` tokens, for which stages are
     balanced.
 
-    All rows go through the head. If fewer do in the run, only the last stage is idle for a while; if more
-    did, all other stages would wait for it.
+    All rows are assumed to go through the head. This is safe: if fewer do in the run, only the last stage is
+    idle for a while; if the assumption were too low, all other stages would wait for the last one.
     """
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * site.values_per_token for site in shape.sites if not site.experts)
