@@ -27,8 +27,8 @@ from weftune.plan.window.window import Pacing, plan_window
 def prediction_numbers(
     layout: Layout, program: Program, shapes: JobShapes, prediction: WindowPrediction, process_bytes: int
 ) -> dict[str, Any]:
-    """Return the prediction as a JSON-compatible dict. `process_bytes` is the number of bytes that a process
-    holds before anything is loaded."""
+    """Return the predicted time and memory of a window, with its layout, as a JSON-compatible dict.
+    `process_bytes` is the number of bytes that a process holds before anything is loaded."""
     return {
         "layout": {
             "stages": [
@@ -99,8 +99,8 @@ def plan_predicted_window(
     *,
     uses_free_memory: bool = True,
 ) -> FirstWindow:
-    """Return the planned window of these jobs, with its predicted time and memory. With `uses_free_memory`, a
-    pipeline has as many microbatches in flight as memory allows."""
+    """Plan a window of these jobs, and return it with its predicted time and memory. With `uses_free_memory`,
+    a pipeline has as many microbatches in flight as memory allows."""
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
     capacity = memory.choose_capacity(attached, choice.capacity, recompute)

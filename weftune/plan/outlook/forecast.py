@@ -21,9 +21,9 @@ from weftune.plan.window.window import Mechanisms
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
-"""Ratio of the time of a forward and a backward, without recomputation, to the time of a forward."""
+"""Time of a forward and a backward without recomputation, relative to the time of a forward."""
 FEW_ROUNDS = 2
-"""Number of global batches per job with which alternatives are predicted."""
+"""Number of global batches per job in forecasts of alternative ways to run the jobs."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
 """A function that returns a job's part of the first window, given the name of the job, its number of global
 batches, and whether the window begins with its evaluation."""
@@ -48,7 +48,7 @@ class Forecast:
     """Whether the memory of each device suffices for its peak."""
     capacity: int
     sum_seconds: float = 0.0
-    """Seconds in which devices wait for sums over shards (all-reduces), summed over the devices."""
+    """Seconds in which devices wait for all-reduces over shards, summed over the devices."""
 
     @property
     def step_seconds(self) -> float:
@@ -74,12 +74,13 @@ class Ablation:
     relative_cost: float
     """Relative increase in the time of the window. It is negative if the window would be shorter."""
     is_added: bool = False
-    """Whether the mechanism is off by default, so that the alternative adds it instead of leaving it out."""
+    """Whether the mechanism is off by default. The alternative then adds it to the plan instead of leaving it
+    out."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Maps names of options of a run to the values with which a run leaves the mechanism out. Empty if no
-    options have this effect, so that it cannot be measured."""
+    """Maps names of options of a run to the values that leave the mechanism out, so that its effect can be
+    measured. Empty if there are no such options."""
     measured_step_seconds: float | None = None
-    """Measured seconds per round. None if it has not been measured."""
+    """Measured seconds per round of a run without the mechanism. None if no such run was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
 
 
 def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf) -> FirstWindow:
-    """Return the first window without evaluations. It leaves no batch unfinished for the next window."""
+    """Return the first window of a run without evaluations and without batches that are left to the next
+    window."""
     return first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False), hands_over=False)
 
 
@@ -176,7 +178,8 @@ def _alternatives(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
     """Return forecasts in which the jobs run one after another on the same layout: microbatch after
-    microbatch and, in a pipeline, with the 1F1B schedule. A few global batches of each job represent all."""
+    microbatch and, in a pipeline, with the 1F1B schedule. Only a few global batches of each job are
+    simulated."""
     parts, plain = [], replace(choice, mechanisms=Mechanisms(order=PipelineOrder.alternating))
     for job in jobs:
         alone = first_window(
@@ -208,7 +211,7 @@ def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
 
 
 def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast of several runs that follow one another. It has the name of the first one."""
+    """Return the total forecast of several runs that follow one another, with the name of the first one."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -225,8 +228,7 @@ def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
 
 
 def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of jobs that share microbatches. Jobs that each share one with a third job are in the
-    same group."""
+    """Return the groups of jobs that share microbatches, directly or through other jobs."""
     groups: list[set[str]] = []
     for microbatch in program.microbatches:
         met = set(microbatch.jobs)

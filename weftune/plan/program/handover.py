@@ -39,7 +39,7 @@ class Unfinished:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Return a map from each job to the step of its last unfinished batch."""
+        """Map each job to the step of its last unfinished batch."""
         return {batch.job: batch.step for batch in sorted(self.batches, key=lambda one: one.step)}
 
     def first_step(self, job: str) -> int | None:
@@ -48,7 +48,7 @@ class Unfinished:
 
 
 FINISHED = Unfinished()
-"""The state of a drained pipeline, in which nothing is unfinished."""
+"""The unfinished work of a drained pipeline: none."""
 
 
 def unfinished_work(program: Program) -> Unfinished:

@@ -37,9 +37,9 @@ from weftune.plan.program.simulate import Lane, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
-"""The forwards and backwards of each device in order, before Steps, Sends and Recvs are inserted."""
+"""Lists of the forwards and backwards of each device in order, without Steps, Sends and Recvs."""
 EVEN = 1e-9
-"""Relative difference below which two times count as equal."""
+"""Relative difference below which two durations count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def launches(self) -> list[int]:
-        """Indices of the microbatches that the first stage has not run yet."""
+        """Indices of the microbatches that have not yet started on the first stage."""
         begun = {number for number, one in enumerate(self.inherited) if one.forwards}
         return [number for number in self.filled_microbatches if number not in begun]
 
@@ -81,8 +81,9 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
     """Return a program in the multi-job order for microbatches of which some are chunks of samples.
 
-    All chunks of a sample are in flight on the last stage together. Therefore bytes in flight are limited,
-    not microbatches: to the bytes that each stage keeps in 1F1B with microbatches of `max_rows` rows."""
+    All chunks of a sample are in flight on the last stage together. The limit on microbatches in flight is
+    therefore replaced by a limit in bytes: the bytes that each stage keeps in 1F1B with microbatches of
+    `max_rows` rows."""
     rules, numbers = multi_job_rules(stages), work.filled_microbatches
     max_bytes = tuple(
         count
@@ -134,8 +135,8 @@ def alternating_passes(work: Work, stages: int) -> Passes:
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
-    """Return the multi-job order of mLoRA: the first device prefers forwards, all others prefer backwards,
-    with as many microbatches in flight as in 1F1B.
+    """Return the passes in the multi-job order of mLoRA. The first device prefers forwards and all others
+    prefer backwards, with as many microbatches in flight as in 1F1B.
 
     While a job waits for its optimizer step, the next ready microbatch of any other job runs. On all stages
     but the last, `spare` additional microbatches may be in flight. With `stages` − 1 of them, transfers that
@@ -178,7 +179,7 @@ def assemble(
     """Return a checked Program from the passes of every device, with Steps, Sends and Recvs inserted.
 
     `stage_devices` contains the device of each stage; by default, stage s is on device s. With `hands_over`,
-    passes at the end may be missing, since the next window runs them.
+    the last passes may be missing, since they are left to the next window.
     """
     stages = tuple(stage_devices) or tuple(range(len(device_passes)))
     passes = [list(actions) for actions in device_passes]
@@ -202,8 +203,8 @@ def assemble(
 
 
 def cut_passes(program: Program, work: Work, prices: Prices) -> Program:
-    """Return a program of the same work without the passes that begin after the first stage has run its last
-    forward. They are left to the next window, where they overlap with the forwards of new batches."""
+    """Return the program without the passes that begin after the first stage has run its last forward. They
+    are left to the next window, where they overlap with the forwards of new batches."""
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
     end = max(one.stop for one in events if one.device == 0 and isinstance(one.action, Forward))
     kept: Passes = [[] for _ in program.devices]
@@ -245,8 +246,8 @@ def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counte
 def device_actions(
     work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int], closed_batches: Batches
 ) -> list[Action]:
-    """Return the actions of one device: its passes with the Steps, Reduces, Sends and Recvs that belong to
-    them.
+    """Return the actions of one device: the given passes with the Steps, Reduces, Sends and Recvs that they
+    require.
 
     `stage_devices` contains the device of each stage. `closed_batches` are the batches whose Steps are in
     this window.
@@ -346,9 +347,9 @@ def insert_transfers(
     stage_devices: Sequence[int],
     arrived: Collection[tuple[int, int, Payload]] = (),
 ) -> Iterable[Action]:
-    """Yield the actions with a Recv before each pass whose input comes from another device, and a Send
-    after each pass whose output goes to another device. Inputs in `arrived` were received in the previous
-    window."""
+    """Yield the actions with a Recv before each pass whose input comes from another device, and a Send after
+    each pass whose output goes to another device. Inputs in `arrived` get no Recv, since they were received
+    in the previous window."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
@@ -375,7 +376,7 @@ def insert_transfers(
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket: microbatches of equal cost, and the cost of each of them on every stage."""
+    """A bucket: microbatches of equal cost, with the cost of one of them on every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
@@ -395,7 +396,7 @@ class PipelineTemplate:
     order: tuple[int, ...]
     """Indices of the queues in the order in which they run."""
     violations: tuple[str, ...]
-    """Sentences, each about a premise of the template order that does not hold. If all hold, the last stage
+    """Sentences about the premises of the template order that do not hold. If there are none, the last stage
     never waits."""
 
 
@@ -416,8 +417,8 @@ def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int]
 
 
 def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
-    """Return the template order of MuxTune for microbatches of unequal cost, which are already sorted by
-    bucket, the slowest bucket first."""
+    """Return the passes in the template order of MuxTune, for microbatches of unequal cost that are already
+    sorted by bucket, the slowest bucket first."""
     return _dispatch(work, work.filled_microbatches, prices, max_bytes).run()
 
 
