@@ -1,5 +1,5 @@
 """The store of a run, which writes the status and the lines of metrics and windows to the output folder. If
-several processes divide the jobs of a run, each has a store."""
+the jobs of a run are divided among several processes, each process has a store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class JobStore(Protocol):
 
     @property
     def rebuilt(self) -> str:
-        """Sentence about the damage of a status that had to be rebuilt; empty otherwise."""
+        """Sentence about the damage if the status had to be rebuilt. Empty otherwise."""
         ...
 
     @property
@@ -98,7 +98,8 @@ class JobStore(Protocol):
     def append_window(self, line: Mapping[str, Any]) -> None: ...
 
     def metric_lines(self, jobs: Collection[str]) -> Iterable[Mapping[str, Any]]:
-        """Return the recorded lines of metrics of these jobs; those of one job in the order of its steps."""
+        """Return the recorded lines of metrics of these jobs. The lines of each job are in the order of its
+        steps."""
         ...
 
     def write_status(self) -> None: ...
@@ -109,8 +110,8 @@ class JobStore(Protocol):
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
-    """Open and lock the output folder. Refuse a folder that is in use, that is not empty although `resume` is
-    False, or that does not exist although it is True. `command` is the shell command that resumes this
+    """Open and lock the output folder. Refuse a folder that is in use. Without `resume`, also refuse one that
+    is not empty and, with `resume`, one that does not exist. `command` is the shell command that resumes this
     run."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
@@ -153,8 +154,8 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one of several processes that divide the jobs, as created or as an earlier
-    process left it."""
+    """Open and lock the store of one of several processes among which the jobs are divided. The store must
+    exist already."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -165,7 +166,7 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
-    """Return a store whose unfinished jobs are queued."""
+    """Return the store of an output folder. Jobs that an earlier process did not finish are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
     store.requested_pauses = requested_pauses(status)
     return store
@@ -205,7 +206,7 @@ STATUS_SECONDS = 1.0
 
 
 class Store:
-    """The status of a run in memory and on disk, and its lines of metrics and windows. Created by
+    """The status of a run in memory and on disk, with its lines of metrics and windows. It is created by
     `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
@@ -227,9 +228,9 @@ class Store:
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock held while lines are appended and while the content for a write is collected."""
+        """Lock that is held while lines are appended and while the content of a write is collected."""
         self._disk = threading.RLock()
-        """Lock held while files are written or closed. It is acquired before `_one_writer`."""
+        """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
         self._written = float("-inf")
         """Time of the last attempt to write the status."""
         self._late: threading.Timer | None = None
@@ -245,7 +246,8 @@ class Store:
 
     @property
     def status(self) -> RunStatus:
-        """Current status. For a single job, `job` is cheaper: it does not copy all jobs."""
+        """Current status of the run. For the status of a single job, the method `job` is cheaper, since it
+        does not copy all jobs."""
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def set_status(self, status: RunStatus) -> None:
@@ -260,7 +262,8 @@ class Store:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
     def record_totals(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
-        """Record the run's totals so far, including those from before a resumption."""
+        """Record the run's total seconds and peak memory so far, including those from before it was
+        resumed."""
         self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
     def note(self, sentence: str) -> None:
@@ -282,7 +285,7 @@ class Store:
             self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
-        """Mark a job as paused, whatever its state was, so that this run does not train it."""
+        """Mark a job as paused, whatever its state was, so that the current run does not train it."""
         self.add_job(name)
         self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
@@ -330,7 +333,7 @@ class Store:
         self._replace_job(name, replace(self.job(name), base_score=score))
 
     def warn_job(self, name: str, sentence: str) -> None:
-        """Record a warning about the job's adapter; an empty sentence withdraws it."""
+        """Record a warning about the job's adapter. An empty sentence removes the warning."""
         self._replace_job(name, replace(self.job(name), warning=sentence))
 
     def add_note(self, name: str, sentence: str) -> None:
@@ -349,12 +352,13 @@ class Store:
     def drop_later_metrics(
         self, cursors: Mapping[str, int], evaluated_steps: Mapping[str, int] | None = None
     ) -> None:
-        """Drop the metrics that each job wrote after its cursor, which it will write again.
+        """Drop the lines of metrics that each job wrote after its step in `cursors`, from which it resumes.
+        The job will write them again.
 
-        A cursor of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their
-        lines. `evaluated_steps` is the last step that a job has evaluated, which may be less than its cursor.
-        Evaluations at rungs are kept, since a trial is evaluated there only once, and so is the loss of the
-        base alone, if the status has it.
+        A step of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their lines.
+        `evaluated_steps` maps each job to the last step that it has evaluated, which may be less than its
+        step in `cursors`. Evaluations at rungs are kept, since a trial is evaluated there only once. The loss
+        of the base alone is kept if the status contains it.
         """
         eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
@@ -385,10 +389,11 @@ class Store:
             self._windows.append(line)
 
     def write_status(self) -> None:
-        """Write everything to disk: the lines first, so that no status refers to missing lines.
+        """Write all lines and the status to disk. Lines are written first, so that no status refers to
+        missing lines.
 
-        If lines cannot be written, the status still is, and the OutputError is raised afterwards: a job's
-        state matters more than its curve. Appending lines never waits for the disk.
+        If they cannot be written, the status still is, since a job's state matters more than its curve;
+        OutputError is raised afterwards. Appending lines never waits for the disk.
         """
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
@@ -404,8 +409,8 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Whether the next change is written immediately, because the last write is at least `STATUS_SECONDS`
-        ago."""
+        """Return whether the next change of the status is written immediately, since the last write is at
+        least `STATUS_SECONDS` ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:
@@ -437,7 +442,7 @@ class Store:
             self._late = None
 
     def merge_shares(self) -> None:
-        """Merge the records of the shares into this store, and delete the shares' stores."""
+        """Merge the stores of all shares of the jobs into this store, and delete them."""
         # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()
