@@ -32,19 +32,21 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_CURVES = len(_COLOURS) * len(_DASHES)
-"""Maximum number of jobs with curves. Each curve has its own combination of colour and dashes (its pen). More
-could not be distinguished and would make the page slow."""
+"""Maximum number of jobs with curves: the number of combinations of colour and dashes. More curves could not
+be distinguished and would make the page slow."""
 
 _MAX_DROPPED = 200
-"""Maximum number of curves of trials that were dropped from a sweep. They all have the same pen."""
+"""Maximum number of curves of trials that were dropped from a sweep. They all have the same colour and
+dashes."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
 """Name of the group of dropped trials' curves, which one button of the legend shows and hides."""
 MAX_POINTS = 16_000
-"""Maximum number of points of all curves of one chart together, about 200 kB."""
+"""Maximum number of points of all curves of one chart together. They take about 200 kB."""
 _MAX_LEVELS = 3
-"""Maximum number of base losses that are drawn. Every set of validation rows has its own base loss."""
+"""Maximum number of losses of the base that are drawn as lines. The base has one loss for every set of
+validation rows."""
 
 _MIN_WINDOWS = 3
 _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
@@ -52,7 +54,7 @@ _MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure with its title and the text below it."""
+    """A chart of the report: a figure with its title and the text below it."""
 
     name: str
     title: str
@@ -67,8 +69,9 @@ def job_pen(index: int) -> Pen:
 def draw_charts(
     jobs: Sequence[JobRecord], windows: Sequence[WindowLine], dropped_trials: Collection[str] = ()
 ) -> tuple[Chart, ...]:
-    """Draw all charts of the page that have data. `jobs` are in the order of the table, which determines
-    their pens; `dropped_trials` are the trials dropped from a sweep, which share one pen."""
+    """Return all charts of the report for which there is data. `jobs` are in the order of the table, which
+    determines their colours and dashes. `dropped_trials` are the trials dropped from a sweep, which share one
+    colour."""
     drawn = [job for job in jobs if job.name not in dropped_trials][:MAX_CURVES]
     others = [job for job in jobs if job.name in dropped_trials][:_MAX_DROPPED]
     charts = (
@@ -115,7 +118,8 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
 def _evaluation_chart(
     jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
-    """Draw validation losses, or token accuracies in percent, with the value of the base as a dashed line."""
+    """Return a chart of validation losses, or of token accuracies in percent, with the value of the base as a
+    dashed line."""
 
     def curve(job: JobRecord) -> list[Point]:
         return [
@@ -150,8 +154,8 @@ def _percent(share: float | None) -> float | None:
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
-    """Return one line per distinct loss of the base. If there are several losses, each line is labelled with
-    the rows that the loss was measured on."""
+    """Return a horizontal line for each distinct loss of the base. If there are several, each line is
+    labelled with the rows that the loss was measured on."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in ((job, value) for job, value in bases if value is not None):
         found.setdefault(loss_text(value, digits), (job, value))
@@ -192,7 +196,8 @@ def _predicted_chart(
     measured_values: Sequence[float | None],
     predicted_values: Sequence[float | None],
 ) -> Chart | None:
-    """Draw measured and predicted values, window by window. `names` are the chart's name, title and unit."""
+    """Return a chart of measured and predicted values, window by window. `names` are the chart's name, title
+    and unit."""
     name, title, unit = names
     happened = [Point(number, value) for number, value in enumerate(measured_values, start=1)]
     promised = [Point(number, value) for number, value in enumerate(predicted_values, start=1)]
@@ -225,15 +230,15 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a dropped trial. The curve is drawn behind all others, and its name is shown only
-    on hover."""
+    """Return the curve of a trial that was dropped from its sweep. It is drawn behind all other curves, and
+    its name is shown only on hover."""
     grey = Pen(DROPPED_COLOUR)
     return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
 def _thin_series(series: Sequence[Series]) -> list[Series]:
-    """Reduce the number of points so that the page opens quickly. The limit applies to all curves
-    together."""
+    """Reduce the number of points of the curves so that the page opens quickly. The limit applies to all
+    curves together."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
     return [replace(one, points=thin_points(one.points, min(800, limit))) for one in series]
 
@@ -253,7 +258,8 @@ def _has_curve(curves: Sequence[Sequence[Point]]) -> bool:
 
 
 def _axis_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return the values that the axis must show. A diverged loss of a failed job is drawn at the edge."""
+    """Return the values that an axis of losses must include. They exclude the diverged losses of failed jobs,
+    which are drawn at the edge."""
     every = _finite_values(curves)
     healthy = _finite_values(
         [curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY]

@@ -19,7 +19,7 @@ WIDTH = 1800
 LEFT, RIGHT, TOP, BOTTOM = 190, 30, 90, 60
 ROW, GAP, FOOT = 40, 6, 10
 LINE = 26
-"""Pixels between two lines of the legend of jobs."""
+"""Distance, in pixels, between two lines of the legend of jobs."""
 TICKS = 8
 INK, PALE, PAPER = "#1c2430", "#d5dae1", "#ffffff"
 
@@ -35,7 +35,8 @@ def require_pillow() -> None:
 
 
 def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
-    """Draw the lanes that have events. The lower part of each pass shows the jobs in it."""
+    """Return a PNG picture of a timeline, with a lane for each device and stream that has events. The lower
+    part of each pass shows the jobs in it."""
     from PIL import Image, ImageDraw
 
     lanes = lane_names(timeline)
@@ -66,7 +67,8 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
 
 
 def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
-    """Divide every pass among its jobs in proportion to their tokens; yield lane, job, start and stop."""
+    """Divide the time of every pass among its jobs in proportion to their tokens. Yield the lane, the job,
+    and the start and stop of its part."""
     for event in timeline.events:
         if not isinstance(event.action, Compute) or event.stop <= event.start:
             continue
@@ -90,8 +92,8 @@ def _draw_title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
 
 
 def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the positions of the jobs' names below the picture, as (job, line, distance from the left in
-    pixels)."""
+    """Return the positions of the jobs in the legend below the picture, as (job, line, distance from the left
+    in pixels)."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))
@@ -112,7 +114,8 @@ def _draw_axis(pen: ImageDraw, makespan: float, height: int) -> None:
 
 
 def ticks(makespan: float) -> Iterator[float]:
-    """Yield round numbers from 0 on, at distances of 1, 2 or 5 times a power of ten."""
+    """Yield the ticks of a time axis: round numbers from 0 on, at distances of 1, 2 or 5 times a power of
+    ten."""
     if makespan <= 0:
         return
     rough = makespan / TICKS

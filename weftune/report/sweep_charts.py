@@ -1,5 +1,5 @@
-"""Charts of a sweep: parallel coordinates of its trials, with the swept values and the results at the rungs,
-and the metric against each key."""
+"""Charts of a sweep: the trials in parallel coordinates, with the swept values and the metric at each rung,
+and a chart of the metric for each swept key."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ _MAX_KEYS = 6
 """Maximum number of swept keys that are drawn. The keys with the most values are chosen."""
 _MAX_TICKS = 6
 _TICKS_APART = 0.15
-"""Minimum distance between two ticks, as a share of the axis."""
+"""Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Ratio of the largest to the smallest value below which an axis is linear."""
+"""Axes are linear if the ratio of the largest to the smallest value is below this number."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
-"""Maximum distance of a value from the best value, as a multiple of the median's distance from it. Values
-beyond are outliers, drawn at the end of the axis."""
+"""Maximum distance of a metric from the best value, as a multiple of the median's distance from it. Values
+with a larger distance are outliers, which are drawn at the end of the axis."""
 _FEWEST = 6
-"""Minimum number of values from which outliers are determined."""
+"""Minimum number of values of a metric for which outliers are determined."""
 
 Pens = Mapping[str, Pen]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAxis:
-    """One axis of parallel coordinates: each trial's position, from 0 to 1, and the labels of the ticks."""
+    """An axis of parallel coordinates, with the position of each trial, from 0 to 1, and the labels of the
+    ticks."""
 
     name: str
     positions: Mapping[str, float]
@@ -64,9 +65,9 @@ class TrialAxis:
 
 
 def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
-    """Return the parallel coordinates of all trials, and a chart per key; empty if nothing is measured yet.
-    `pens` are the trials' pens in the curves; trials without a pen are grey. `base_loss` is drawn as a dashed
-    line."""
+    """Return a chart of all trials in parallel coordinates, and a chart for each swept key. Return an empty
+    tuple if nothing is measured yet. `pens` maps trials to the colours and dashes of their curves; all other
+    trials are grey. `base_loss` is drawn as a dashed line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:
@@ -76,7 +77,8 @@ def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
-    """Return the keys with the most values; of keys that vary together, such as rank and alpha, the first."""
+    """Return the swept keys with the most values. Of keys that vary together, such as rank and alpha, only
+    the first is returned."""
     values = {
         key: [repr(flat_trial_values(trial).get(key)) for trial in record.trials]
         for key in swept_keys(record)
@@ -87,8 +89,8 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
-    """Return whether the values of each key determine the values of the other key, although several trials
-    share a value."""
+    """Return whether each of two keys determines the other one, and at least two trials have the same
+    value."""
     names = list(values)
     pairs = set(zip(values[first_key], values[second_key], strict=True))
     kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
@@ -162,7 +164,8 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
 
 
 def _inlier_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
-    """Return the range from best to worst value without outliers, which would compress the other values."""
+    """Return the range of a metric from its best to its worst value without outliers, which would compress
+    the other values."""
     ordered = sorted(values, key=lambda value: sort_value(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
@@ -176,8 +179,8 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float | None:
-    """Return a trial's metric at a rung (a comparison of trials, counted from 0), or None if it was not
-    measured. At the last step, only finished trials have a value."""
+    """Return a trial's metric at a rung, counted from 0, or None if it was not measured. At the last step,
+    only finished trials have a value."""
     if is_last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -209,23 +212,23 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Return a mapping from the name of each trial that was measured at a rung (a comparison of trials,
-    counted from 0) to its metric there."""
+    """Map the name of each trial that was evaluated at a rung, counted from 0, to its metric there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
-    """Return the range of the metric over the first `count` rungs (comparisons of trials). The outliers of
-    each rung are left out."""
+    """Return the range of a sweep's metric over the first `count` rungs, without the outliers of each
+    rung."""
     measured = (list(_rung_values(record, rung).values()) for rung in range(count))
     spans = [_inlier_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
 def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: bool) -> Axis:
-    """Return an axis; it is logarithmic if the best results could not be distinguished on a linear one."""
+    """Return an axis for a sweep's metric. It is logarithmic if the best results could not be distinguished
+    on a linear one."""
     low, high = span
     if not allows_log_scale or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -235,8 +238,8 @@ def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: boo
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the points of the trials that were measured at a rung. Values outside the range of the axis are
-    drawn at its end."""
+    """Return the metrics at a rung against the values of a key, as points of a chart. Metrics outside the
+    range of the axis are drawn at its end."""
     is_last = rung == count - 1
     found = [
         (trial, flat_trial_values(trial).get(key), value)
@@ -262,10 +265,10 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The mapping of a key's values to positions between its smallest and its largest value."""
+    """Mapping of the values of a swept key to positions on an axis, from 0 to 1."""
 
     values: tuple[Any, ...]
-    """Distinct values of the key. Numbers are sorted; other values keep their order."""
+    """Distinct values of a swept key. Numbers are sorted, and other values keep their order."""
     is_numeric: bool
     log: bool
     ticks: tuple[Any, ...]
@@ -310,8 +313,8 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
 def _spaced_ticks(
     min_value: float, max_value: float, candidates: Iterable[float], log: bool
 ) -> tuple[float, ...]:
-    """Return ticks: both ends of the range, and the `candidates` that are not too close to the ends or to
-    each other."""
+    """Return the ticks of an axis: both ends of its range, and those `candidates` that are not too close to
+    the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]

@@ -1,4 +1,5 @@
-"""The section of the report about a sweep, as records of formatted text that is not escaped yet."""
+"""The section of the report about a sweep, as dataclasses with formatted strings that are not HTML-escaped
+yet."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from weftune.report.page import JobView
 
 _OPEN_TRIALS = 10
-"""Number of trials that stay visible if there are more than `_FEW_TRIALS` trials. The others are
+"""Number of trials of a sweep that stay visible if there are more than `_FEW_TRIALS` trials. The others are
 collapsed."""
 _FEW_TRIALS = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
@@ -53,13 +54,13 @@ SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialView:
-    """A row of the table of trials."""
+    """A row of the table of a sweep's trials."""
 
     rank: str
     name: str
     pen: Pen | None
     index: int | None
-    """Index of the trial's commands at the end of the page. None if it has no commands."""
+    """Index of the trial's commands at the end of the page. None if the trial has no commands there."""
     badge: str
     values: tuple[str, ...]
     score: str
@@ -77,22 +78,24 @@ class SweepView:
     metric: str
     keys: tuple[str, ...]
     trials: list[TrialView]
-    """The best trials, which are not collapsed."""
+    """Rows of the best trials, which are visible when the page is opened."""
     other_trials: list[TrialView]
     rungs: list[tuple[str, ...]]
-    """Rows of the table of rungs (steps at which trials are compared): the step, how many trials began, the
-    percentage and number that continue, and the scores nearest to the cut."""
+    """Rows of the table of rungs: the step, how many trials began, the percentage and number of trials that
+    continue, the worst score that continues and the best one that does not."""
     charts: tuple[Chart, ...]
-    """Parallel coordinates of all trials, and the metric against each key; empty if nothing is measured."""
+    """Charts of the sweep: all trials in parallel coordinates, and the metric for each swept key. Empty if
+    nothing is measured."""
     winners: list[tuple[str, str, str]]
     """Link relative to the page, folder and score of each winner."""
     snippet: str
-    """Python code that loads the best adapter. Empty until the sweep has ended, as is `command`."""
+    """Python code that loads the best adapter. Empty until the sweep has ended."""
     command: str
 
 
 def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> SweepView:
-    """Return the view of a sweep; `views` maps names to the views of all jobs."""
+    """Return the section of the report about a sweep. `views` maps the names of jobs to their formatted
+    rows."""
     output, keys, best = run.output.resolve(), swept_keys(record), winners(record)
     trials = [
         _trial_view(record, trial, rank, views.get(trial.name), keys)
