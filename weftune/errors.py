@@ -27,7 +27,7 @@ class Mistake:
     def __str__(self) -> str:
         return f"{self.location}: {self.sentence}" if self.location else self.sentence
 
-    def of_job(self, name: str) -> Mistake:
+    def with_job_name(self, name: str) -> Mistake:
         """Return the error with the job's name added to its location."""
         return Mistake(f"job {name}: {self.location}" if self.location else f"job {name}", self.sentence)
 

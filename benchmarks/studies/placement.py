@@ -90,7 +90,7 @@ def cluster_case(
     memory = MemoryModel(shape, first.memory_bytes, uses_fused_ops=first.is_gpu)
     whole = memory.bytes_per_token(replace(recompute, recomputed_layers=0)) // shape.layers
     kept = shape.hidden * shape.bytes_per_value if recompute.recomputed_layers else whole
-    layers = base_layers(shape, kept, separates_ends=len(cluster.devices) > 1)
+    layers = base_layers(shape, kept, has_separate_ends=len(cluster.devices) > 1)
     return ClusterCase(
         shape, cluster, tuple(speeds), layers, recompute, whole if recompute.recomputed_layers else 0
     )

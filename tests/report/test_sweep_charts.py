@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.sweep_example import sweep_record
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.charts import Chart, job_pen
+from weftune.report.charts import Chart, job_line_style
 from weftune.report.svg import Figure, Pen
 from weftune.report.sweep_charts import sweep_charts
 
@@ -24,7 +24,7 @@ def parallel(record: SweepRecord) -> Chart:
 
 
 def pens_of(record: SweepRecord) -> dict[str, Pen]:
-    return {name: job_pen(index) for index, name in enumerate(record.best)}
+    return {name: job_line_style(index) for index, name in enumerate(record.best)}
 
 
 def with_values(key: str, values: list[Any]) -> SweepRecord:

@@ -118,7 +118,7 @@ def _candidate_numbers(candidate: Candidate) -> dict[str, Any]:
         "capacity": candidate.capacity,
         "tokens_per_second": candidate.tokens_per_second,
         "needs_bytes": candidate.needs_bytes,
-        "idle_share": candidate.idle_share,
+        "idle_share": candidate.idle_fraction,
         "limited_by": candidate.limited_by,
     }
 

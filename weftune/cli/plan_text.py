@@ -164,7 +164,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
             one.division.flags + (" (microbatches overlap)" if one.division.overlaps else ""),
             f"{one.tokens_per_second:,.0f}",
             format_bytes(one.needs_bytes),
-            f"{one.idle_share:.1%}",
+            f"{one.idle_fraction:.1%}",
             f"{one.capacity:,}",
             one.limited_by,
         )

@@ -95,7 +95,7 @@ def get_device_class(device: torch.device) -> DeviceClass:
 
     A GPU of unknown compute capability gets the features of the nearest lower one, but counts as untested.
     """
-    return _pretended_class(device, _pretended or _from_environment())
+    return _pretended_class(device, _pretended or _class_from_environment())
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _pretended_class(device: torch.device, pretended_class: DeviceClass | None) 
 
 
 @cache
-def _from_environment() -> DeviceClass | None:
+def _class_from_environment() -> DeviceClass | None:
     if not (given := os.environ.get(VARIABLE)):
         return None
     known = {f"{one.capability[0]}.{one.capability[1]}": one for one in CLASSES}

@@ -229,7 +229,7 @@ def _find_pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
     if len(bare) < 500 and "(?" not in bare and len(REPEATS.findall(bare)) <= 1:
         return None  # at most one repeat besides that of `suffix_expression` cannot take long
     try:
-        run_limited(match_all, expression, names, seconds=PATTERN_SECONDS)
+        run_limited(match_whole_names, expression, names, seconds=PATTERN_SECONDS)
     except LimitExceeded as stopped:
         return (
             f"is a regular expression that {stopped} on the names of modules; write it without repeats "
@@ -238,7 +238,7 @@ def _find_pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def match_all(expression: str, names: Sequence[str]) -> list[bool]:
+def match_whole_names(expression: str, names: Sequence[str]) -> list[bool]:
     """Return, for each name, whether the regular expression matches the whole name. Return an empty list if
     the expression does not compile."""
     try:

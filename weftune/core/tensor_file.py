@@ -53,11 +53,11 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _write_pieces(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
         for piece in _join_small_pieces(pieces):
-            _write_all(file, piece)
+            _write_whole_piece(file, piece)
         os.fsync(file.fileno())
 
 
-def _write_all(file: io.FileIO, piece: Piece) -> None:
+def _write_whole_piece(file: io.FileIO, piece: Piece) -> None:
     remaining = memoryview(piece)
     while len(remaining):
         remaining = remaining[file.write(remaining) :]

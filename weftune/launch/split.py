@@ -39,7 +39,7 @@ from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
-from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
+from weftune.plan.layout.split import DeviceShare, JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.effort import wall_time_sentence
 from weftune.report.read import JobRecord
@@ -233,7 +233,7 @@ def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
         return arithmetic(shape)
     # Processes on the CPU share it.
-    return sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
+    return data_sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
 
 
 def _run_shares(

@@ -62,7 +62,7 @@ class Chart:
     figure: Figure | Parallel
 
 
-def job_pen(index: int) -> Pen:
+def job_line_style(index: int) -> Pen:
     return Pen(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
 
 
@@ -226,7 +226,7 @@ def _predicted_chart(
 
 
 def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Series:
-    return Series(name=jobs[index].name, points=points, pen=job_pen(index), group=str(index))
+    return Series(name=jobs[index].name, points=points, pen=job_line_style(index), group=str(index))
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:

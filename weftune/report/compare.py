@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.jobs.sweeps.record import SweepRecord, flatten, leaders
+from weftune.jobs.sweeps.record import SweepRecord, flatten, leading_trials
 from weftune.objectives.spec import OBJECTIVES
 from weftune.report.read import JobRecord, MetricLine, Run
 from weftune.report.words import count_noun, loss_text
@@ -219,11 +219,11 @@ def verdicts(run: Run) -> tuple[RunVerdict, ...]:
         lead = _comparison_lead(rivals[0], len(rivals)) if len(rivals) > 1 else _single_job_lead(rivals[0])
         rows_name = validation_rows(rivals[0]) if len(groups) > 1 else ""
         found.append(_job_verdict(rivals[0], lead, rival_count=len(rivals), rows_name=rows_name))
-    return tuple(found) or (_no_verdict(run),)
+    return tuple(found) or (_unevaluated_verdict(run),)
 
 
 def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
-    best = next(iter(leaders(record, 1)), None)
+    best = next(iter(leading_trials(record, 1)), None)
     job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
     if job is None or kept_validation(job) is None:
         return None
@@ -283,7 +283,7 @@ def basis_text(job: JobRecord) -> str:
     return ", ".join(words)
 
 
-def _no_verdict(run: Run) -> RunVerdict:
+def _unevaluated_verdict(run: Run) -> RunVerdict:
     """Return the report's sentence about a run in which nothing was evaluated after training had begun."""
     jobs = run.jobs
     if jobs and all(job.state in ENDED_BADLY for job in jobs):

@@ -18,7 +18,7 @@ from weftune.jobs.sweeps.record import (
     best_folder,
     counts,
     flat_trial_values,
-    leaders,
+    leading_trials,
     metric_title,
     setting_text,
     shorten_keys,
@@ -177,7 +177,7 @@ _FAILURES = 3
 def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
     """Return a table of a sweep's best trials, with the folders of the winners' adapters if they fit into
     `width` columns."""
-    best = winners(record) or leaders(record, _LEADERS)
+    best = winners(record) or leading_trials(record, _LEADERS)
     doubt = base_sentence(record)
     below = [Text(printable_line(doubt), style="red")] if doubt else []
     below += [*_trial_failures(record), *_resume_lines(run, record)]

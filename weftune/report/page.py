@@ -14,7 +14,7 @@ from weftune.base.spec import DEMO
 from weftune.core.evaluation import AnsweredRow
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.record import rank_trials
-from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_pen
+from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_line_style
 from weftune.report.compare import (
     base_accuracy,
     base_validation,
@@ -42,11 +42,11 @@ from weftune.report.words import (
     change_text,
     count_noun,
     duration_text,
-    link_to,
     loss_text,
     minutes_text,
     points_text,
     rate_text,
+    relative_link,
     short_paths,
 )
 
@@ -128,7 +128,7 @@ class JobView:
 
     @property
     def pen(self) -> Pen:
-        return job_pen(self.index)
+        return job_line_style(self.index)
 
     @property
     def progress(self) -> str:
@@ -138,7 +138,7 @@ class JobView:
     @property
     def folder(self) -> str:
         """Link to the job's folder, relative to the page. Empty if the job has no folder."""
-        return link_to(self.job.name, "") if self.job.spec else ""
+        return relative_link(self.job.name, "") if self.job.spec else ""
 
     @property
     def has_no_adapter(self) -> bool:

@@ -64,16 +64,16 @@ class TrialAxis:
     ticks: tuple[tuple[float, str], ...]
 
 
-def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
+def sweep_charts(record: SweepRecord, line_styles: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
     """Return a chart of all trials in parallel coordinates, and a chart for each swept key. Return an empty
-    tuple if nothing is measured yet. `pens` maps trials to the colours and dashes of their curves; all other
-    trials are grey. `base_loss` is drawn as a dashed line."""
+    tuple if nothing is measured yet. `line_styles` maps trials to the colours and dashes of their curves; all
+    other trials are grey. `base_loss` is drawn as a dashed line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:
         return ()
     base = base_loss if record.metric == "eval_loss" else None
-    return _parallel_chart(record, keys, pens), *(_key_chart(record, key, base) for key in keys)
+    return _parallel_chart(record, keys, line_styles), *(_key_chart(record, key, base) for key in keys)
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
@@ -104,12 +104,12 @@ def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, sec
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
+def _parallel_chart(record: SweepRecord, keys: Sequence[str], line_styles: Pens) -> Chart:
     names = shorten_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best trial comes last, so that it is drawn over the others.
-    series = [_trial_series(trial, axes, pens) for trial in reversed(rank_trials(record))]
+    series = [_trial_series(trial, axes, line_styles) for trial in reversed(rank_trials(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
     better = "Lower is better." if record.mode == "min" else "Higher is better."
@@ -123,9 +123,9 @@ def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Cha
     )
 
 
-def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> Series:
+def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: Pens) -> Series:
     points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.positions]
-    pen = pens.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
+    pen = line_styles.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
     bold = pen is not None and trial.state != "failed"
     return Series(
         name=trial.name,
@@ -289,7 +289,7 @@ def _key_scale(values: Sequence[Any]) -> Scale:
     if not all(_is_number(value) for value in distinct):
         return Scale(tuple(distinct), is_numeric=False, log=False, ticks=tuple(distinct))
     ordered = tuple(sorted(distinct))
-    log = _is_log(ordered)
+    log = _is_log_spaced(ordered)
     between = ordered if len(ordered) <= _MAX_TICKS else _round_numbers(ordered[0], ordered[-1], log)
     return Scale(
         ordered, is_numeric=True, log=log, ticks=_spaced_ticks(ordered[0], ordered[-1], between, log)
@@ -300,7 +300,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_log(sorted_values: Sequence[float]) -> bool:
+def _is_log_spaced(sorted_values: Sequence[float]) -> bool:
     """Return whether the values are spaced more evenly on a logarithmic scale than on a linear one."""
     low, high = sorted_values[0], sorted_values[-1]
     if low <= 0 or high < _LEAST_RATIO * low:

@@ -15,7 +15,7 @@ from weftune.jobs.sweeps.record import (
     best_folder,
     counts,
     flat_trial_values,
-    leaders,
+    leading_trials,
     metric_title,
     rank_trials,
     rung_rows,
@@ -36,9 +36,9 @@ from weftune.report.words import (
     NO_VALUE,
     count_noun,
     duration_text,
-    link_to,
     loss_text,
     printable_line,
+    relative_link,
     trial_state_text,
 )
 
@@ -102,7 +102,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         for rank, trial in enumerate(rank_trials(record), start=1)
     ]
     shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
-    pens = {name: view.pen for name, view in views.items() if view.has_curves}
+    line_styles = {name: view.pen for name, view in views.items() if view.has_curves}
     jobs = [views[trial.name].job for trial in record.trials if trial.name in views]
     base_losses = [loss for job in jobs if (loss := base_validation(job))]
     folders = [best_folder(output / record.name, trial.name) for trial in best]
@@ -118,7 +118,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         trials=trials[:shown],
         other_trials=trials[shown:],
         rungs=[_rung_texts(row, show_generation=several) for row in rung_rows(record)],
-        charts=sweep_charts(record, pens, base_losses[0] if base_losses else None),
+        charts=sweep_charts(record, line_styles, base_losses[0] if base_losses else None),
         winners=[
             (*_folder_texts(output, folder), loss_text(trial.score))
             for folder, trial in zip(folders, best, strict=True)
@@ -145,7 +145,7 @@ def _sweep_facts(record: SweepRecord) -> str:
 
 
 def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
-    best, ended = leaders(record, 1), counts(record)
+    best, ended = leading_trials(record, 1), counts(record)
     others = ", ".join(
         f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"
     )
@@ -210,8 +210,8 @@ def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
     parts = []
     if row.worst_kept_score is not None:
         parts.append(f"the last to continue had {loss_text(row.worst_kept_score)}")
-    if row.best_dropped is not None:
-        parts.append(f"the first dropped {loss_text(row.best_dropped)}")
+    if row.best_dropped_score is not None:
+        parts.append(f"the first dropped {loss_text(row.best_dropped_score)}")
     if row.lost_count:
         parts.append(f"{row.lost_count} failed or were dropped before")
     share = round(100 * row.kept_count / max(1, row.started_count))
@@ -220,4 +220,4 @@ def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
 
 def _folder_texts(output: Path, folder: Path) -> tuple[str, str]:
     inside = folder.relative_to(output)
-    return link_to(*inside.parts, ""), printable_line(f"{output.name}/{inside}")
+    return relative_link(*inside.parts, ""), printable_line(f"{output.name}/{inside}")

@@ -38,13 +38,13 @@ def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=FunctionLoader(_read_part),
+        loader=FunctionLoader(_read_template_file),
     )
-    script = _read_part("page.js")
+    script = _read_template_file("page.js")
     return environment.get_template(template).render(
         **values,
         policy=_security_policy(script),
-        style=Markup(_read_part("page.css")),
+        style=Markup(_read_template_file("page.css")),
         timelines=Markup(_data_block(timelines)),
         script=Markup(script),
         figure=figure_html,
@@ -61,10 +61,10 @@ def chart_page(title: str, figure: Figure) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>{0}</title><style>{1}</style>'
         "<main><figure><h3>{0}</h3>{2}</figure></main></html>"
     )
-    return text.format(title, Markup(_read_part("page.css")), figure_html(figure))
+    return text.format(title, Markup(_read_template_file("page.css")), figure_html(figure))
 
 
-def _read_part(name: str) -> str:
+def _read_template_file(name: str) -> str:
     """Return the content of a file that belongs to the report's templates, without the newline at its end."""
     return files("weftune.report").joinpath(name).read_text(encoding="utf-8").strip()
 

@@ -25,7 +25,7 @@ from weftune.jobs.sweeps.record import (
     SweepRecord,
     counts,
     expected_steps_left,
-    leaders,
+    leading_trials,
     rung_rows,
     rung_sentence,
 )
@@ -211,7 +211,9 @@ class LiveView:
         """Return the current content of the live view: the table of jobs with the lines around it."""
         with self._lock:
             rows = [self._use_trial_state(row) for row in self._rows.values()]
-            leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
+            leading = {
+                trial.name for record in self._sweeps.values() for trial in leading_trials(record, _LEADERS)
+            }
             room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
             shown = _select_rows(rows, room, self._trials.keys(), leading)
             table = [_live_table(shown, self._paces)] if shown or not self._sweeps else []
@@ -329,7 +331,7 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
     """Return lines about a sweep: the states of its trials, its rungs, and its leading trials."""
     seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
-    first = leaders(record, _LEADERS)
+    first = leading_trials(record, _LEADERS)
     leading = "  ".join(
         f"{place}. {trial.name} {loss_text(trial.score)}" for place, trial in enumerate(first, start=1)
     )

@@ -59,7 +59,7 @@ def rate_text(tokens_per_second: float | None) -> str:
     return NO_VALUE if tokens_per_second is None else f"{tokens_per_second:,.0f}"
 
 
-def link_to(*parts: str) -> str:
+def relative_link(*parts: str) -> str:
     """Return a relative link to a file or folder below the page's folder. Names are quoted, so that they
     cannot lead outside the folder."""
     return "/".join((".", *(quote(part, safe="") for part in parts)))

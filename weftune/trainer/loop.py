@@ -28,7 +28,7 @@ from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import max_sample_tokens
 from weftune.plan.cost.time import PassTime, StateTime
-from weftune.plan.layout.split import cpu_sheet_cost
+from weftune.plan.layout.split import cpu_data_sheet_cost
 from weftune.plan.outlook.first_window import prediction_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import count_noun
@@ -129,7 +129,7 @@ class Loop:
         self._planned_cost = (
             engine.initial_cost_model
             if engine.initial_cost_model.measured
-            else cpu_sheet_cost(engine.choice.shape)
+            else cpu_data_sheet_cost(engine.choice.shape)
         )
         """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()

@@ -18,7 +18,7 @@ from weftune.jobs.sweeps.record import (
     base_sentence,
     counts,
     expected_steps_left,
-    leaders,
+    leading_trials,
     number_text,
     proposed_trials,
     rank_trials,
@@ -148,8 +148,8 @@ def test_where_more_is_better_the_highest_comes_first() -> None:
 
 
 def test_leaders_have_neither_left_nor_failed() -> None:
-    assert leaders(sweep_record(until=0), 3) == []
-    assert [trial.state for trial in leaders(sweep_record(until=60), 5)] == ["running"] * 3
+    assert leading_trials(sweep_record(until=0), 3) == []
+    assert [trial.state for trial in leading_trials(sweep_record(until=60), 5)] == ["running"] * 3
     assert [trial.name for trial in winners(sweep_record())] == list(sweep_record().best)
 
 
@@ -158,8 +158,8 @@ def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
     assert (first.started_count, first.kept_count, first.lost_count) == (24, 8, 1)
     assert (second.started_count, second.kept_count, second.lost_count) == (8, 3, 0)
     assert first.worst_kept_score is not None
-    assert first.best_dropped is not None
-    assert first.worst_kept_score < first.best_dropped
+    assert first.best_dropped_score is not None
+    assert first.worst_kept_score < first.best_dropped_score
     assert (last.step, last.started_count, last.evaluated_count, last.is_last) == (STEPS, 3, 3, True)
     assert rung_sentence(first) == "step 20: 8 of 24 went on"
     assert rung_sentence(last) == "step 200: 3 of 3 ended"

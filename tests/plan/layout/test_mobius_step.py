@@ -86,10 +86,10 @@ def test_a_resident_stage_is_never_uploaded_and_takes_room_from_the_prefetch_of_
     host = Host(1, 35, 1.0)
     streamed = visits(partition(range(4), [False] * 3), layers, host)
     stays = visits(partition(range(4), [True, False, False]), layers, host)
-    assert [visit.late_bytes for visit in streamed.forward] == [0, 0, 0]
-    assert [visit.late_bytes for visit in stays.forward] == [0, 0, 0]
+    assert [visit.delayed_bytes for visit in streamed.forward] == [0, 0, 0]
+    assert [visit.delayed_bytes for visit in stays.forward] == [0, 0, 0]
     tight = visits(partition(range(4), [True, False, False]), layers, Host(1, 25, 1.0))
-    assert [visit.late_bytes for visit in tight.forward] == [0, 0, 5]
+    assert [visit.delayed_bytes for visit in tight.forward] == [0, 0, 5]
     assert [visit.upload_bytes for visit in tight.backward] == [0, 10, 0]
 
 

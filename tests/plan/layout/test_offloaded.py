@@ -19,10 +19,10 @@ from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import gpu_device
 from weftune.plan.layout.offloaded import (
     OffloadedRound,
+    is_offloading_worthwhile,
     job_groups,
     offload_optimizer,
     offloaded_round,
-    pays_off,
 )
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Recompute
@@ -91,9 +91,9 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     offloaded, place = offload_optimizer(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
     assert [len(turn) for turn in job_groups([short, long], memory)] == [1, 1]
     assert [len(turn) for turn in job_groups([short, long], offloaded)] == [2]
-    assert not pays_off(offloaded, memory, [short, long], place, 8192)
+    assert not is_offloading_worthwhile(offloaded, memory, [short, long], place, 8192)
     longer = replace(long, batch_tokens=64 * 1024)
-    assert pays_off(offloaded, memory, [short, longer], place, 8192)
+    assert is_offloading_worthwhile(offloaded, memory, [short, longer], place, 8192)
 
 
 def unmeasured(_budget, _host, _workers):

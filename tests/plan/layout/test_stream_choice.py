@@ -41,7 +41,7 @@ from weftune.plan.layout.need import (
     resident_round_seconds,
     undominated_jobs,
 )
-from weftune.plan.layout.search import plain_drafts
+from weftune.plan.layout.search import mobius_drafts
 from weftune.plan.layout.stream_choice import HOST_STATES, HostState, capacities, choose_stream
 from weftune.plan.program.program import Recompute
 from weftune.plan.window.window import plan_window
@@ -77,7 +77,7 @@ def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs
         if choice is None
         or (case.adapters_travel, case.offloads_inputs)
         == (choice.layout.adapters_travel, choice.layout.offloads_inputs)
-        for draft in plain_drafts(case)
+        for draft in mobius_drafts(case)
     ]
     assert (choice.round_seconds if choice else math.inf) <= min(plain, default=math.inf) * (1 + 1e-9)
 
@@ -92,7 +92,7 @@ def test_the_largest_and_the_smallest_stages_fit_with_all_that_passes_beside_the
     for case in cases(shape, jobs, device, 256, tokens):
         streamed = [
             draft
-            for draft in plain_drafts(case)
+            for draft in mobius_drafts(case)
             if draft.slot_counts == (1,) and not any(draft.resident_stages)
         ]
         assert all(case.device_bytes(draft) <= device.budget_bytes for draft in streamed)

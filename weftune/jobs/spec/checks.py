@@ -160,7 +160,7 @@ def _suggest_targets(target: str, shape: ModelShape) -> str:
     endings = _linear_suffixes(shape)
     near = nearest_word(target.rpartition(".")[2], endings)
     hint = f"did you mean {near}? " if near else ""
-    experts = f"; for its experts write {_expert_parameters(shape)}" if _experts(shape) else ""
+    experts = f"; for its experts write {_expert_parameters(shape)}" if _expert_sites(shape) else ""
     return f"{hint}its modules end in {', '.join(endings)}{experts}"
 
 
@@ -172,11 +172,11 @@ def _parameter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]
     for index, target in enumerate(adapter.target_parameters if isinstance(adapter, LoraSpec) else ()):
         alone = replace(adapter, target_parameters=(target,))  # type: ignore[call-arg]
         loc: Loc = ("target_parameters", index)
-        if not _experts(shape):
+        if not _expert_sites(shape):
             yield Fault(
                 loc, f"{format_value(target)} asks for experts, which the base has none of; leave it out"
             )
-        elif not any(alone.adapts(site) for site in _experts(shape)):
+        elif not any(alone.adapts(site) for site in _expert_sites(shape)):
             hint = f"write {_expert_parameters(shape)}, or one of both"
             yield Fault(loc, f"{format_value(target)} matches no parameter of the base's experts; {hint}")
 
@@ -198,12 +198,12 @@ def _linear_names(shape: ModelShape) -> list[SiteShape]:
     return [site for site in shape.sites if not site.experts]
 
 
-def _experts(shape: ModelShape) -> list[SiteShape]:
+def _expert_sites(shape: ModelShape) -> list[SiteShape]:
     return [site for site in shape.sites if site.experts]
 
 
 def _expert_parameters(shape: ModelShape) -> str:
-    endings = dict.fromkeys(".".join(site.name.rsplit(".", 3)[1:]) for site in _experts(shape))
+    endings = dict.fromkeys(".".join(site.name.rsplit(".", 3)[1:]) for site in _expert_sites(shape))
     return f"target_parameters: [{', '.join(endings)}]"
 
 

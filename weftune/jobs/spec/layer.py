@@ -152,15 +152,15 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
     return Layer(whole, places)
 
 
-def merge_layers(defaults: Layer, layer: Layer) -> Layer:
+def merge_over_defaults(defaults: Layer, layer: Layer) -> Layer:
     """Return the keys of `layer` merged over `defaults`. Mappings are merged recursively, and all other
     values are replaced."""
-    values = _merge_layers_at(defaults.values, layer.values, ())
+    values = _merge_values_at(defaults.values, layer.values, ())
     places = {loc: place for loc, place in defaults.places.items() if loc and _has_value(values, loc)}
     return Layer(values, places | layer.places)
 
 
-def _merge_layers_at(defaults: Mapping[str, Any], values: Mapping[str, Any], location: Loc) -> dict[str, Any]:
+def _merge_values_at(defaults: Mapping[str, Any], values: Mapping[str, Any], location: Loc) -> dict[str, Any]:
     result = dict(defaults)
     one, other = ALTERNATIVES.get(location, ("", ""))
     if values.get(one) is not None:
@@ -170,7 +170,7 @@ def _merge_layers_at(defaults: Mapping[str, Any], values: Mapping[str, Any], loc
     for key, value in values.items():
         lower = result.get(key)
         both = isinstance(lower, Mapping) and isinstance(value, Mapping)
-        result[key] = _merge_layers_at(lower, value, (*location, key)) if both else value  # type: ignore[arg-type]
+        result[key] = _merge_values_at(lower, value, (*location, key)) if both else value  # type: ignore[arg-type]
     return result
 
 
@@ -180,7 +180,7 @@ def _has_value(values: Any, location: Loc) -> bool:
     return values is not ABSENT
 
 
-def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
+def keys_from_keywords(keywords: Mapping[str, Any]) -> Layer:
     """Return the keyword arguments of a `JobSpec` in the form that a job with these keys has when it is read
     from a file."""
     values = dict(keywords)
@@ -194,12 +194,12 @@ def is_row_data(data: Any) -> bool:
     """Return whether the list `data` contains rows. Otherwise it is a mixture of datasets: paths, or {path,
     weight}."""
     if isinstance(data, list | tuple):
-        return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
+        return not data or not all(isinstance(item, str | Path) or _is_data_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)
     return not is_path_or_keys and hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
-def _is_source(item: Any) -> bool:
+def _is_data_source(item: Any) -> bool:
     if is_dataclass(item):
         return hasattr(item, "weight")
     return isinstance(item, Mapping) and "path" in item and len(item) <= 2

@@ -33,14 +33,14 @@ from weftune.jobs.spec.layer import (
     expand_shorthands,
     find_source_location,
     is_row_data,
-    merge_layers,
+    merge_over_defaults,
     sort_mistakes,
     source_locations,
 )
 from weftune.jobs.spec.lines import MAX_NODES, parse_yaml, read_yaml
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
-from weftune.jobs.sweeps.read import expand_sweep, trial_clashes
+from weftune.jobs.sweeps.read import expand_sweep, repeated_trial_names
 from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
@@ -244,7 +244,7 @@ class _Reader:
                     loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {format_value(keys)}"
                 )
                 continue
-            layer = merge_layers(defaults, self.layer(keys, loc))
+            layer = merge_over_defaults(defaults, self.layer(keys, loc))
             if "sweep" in keys:
                 sweep, trials, found = expand_sweep(layer, self.folder)
                 self.mistakes.extend(found)
@@ -258,7 +258,7 @@ class _Reader:
                 made.append(job)
                 places[job.name] = layer.places
         names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
-        for index, sentence in (*repeated_names(names), *trial_clashes(names, sweeps)):
+        for index, sentence in (*repeated_names(names), *repeated_trial_names(names, sweeps)):
             self.fault(("jobs", index, "name"), sentence)
         known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}

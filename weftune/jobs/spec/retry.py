@@ -11,7 +11,12 @@ from typing import Any
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import expand_shorthands, layer_from_keywords, merge_layers, source_locations
+from weftune.jobs.spec.layer import (
+    expand_shorthands,
+    keys_from_keywords,
+    merge_over_defaults,
+    source_locations,
+)
 from weftune.jobs.spec.lines import parse_yaml
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.status import resume_line
@@ -85,10 +90,10 @@ def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
     """Return the job with these dotted keys changed. The new values are checked like those of a jobs file."""
     if not changes:
         return job
-    below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
+    below = keys_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
     nested = _nest_keys(changes)
     made, found = build_job(
-        JobSpec, merge_layers(below, expand_shorthands(nested, source_locations(nested))), Path.cwd()
+        JobSpec, merge_over_defaults(below, expand_shorthands(nested, source_locations(nested))), Path.cwd()
     )
     if made is None:
         raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])

@@ -23,7 +23,7 @@ from weftune.jobs.spec.layer import (
     Places,
     dotted_name,
     find_source_location,
-    layer_from_keywords,
+    keys_from_keywords,
     sort_mistakes,
 )
 from weftune.jobs.sweeps.spec import Sweep
@@ -67,7 +67,7 @@ class JobSpec:
     def __init__(self, **keys: Unpack[JobKeys]) -> None:
         if "sweep" in keys:
             raise SpecError(Mistake("sweep", "a JobSpec is one job; give a job with sweep as a mapping"))
-        job, found = build_job(JobSpec, layer_from_keywords(keys), Path.cwd())
+        job, found = build_job(JobSpec, keys_from_keywords(keys), Path.cwd())
         if job is None:
             raise SpecError(sort_mistakes(found))
         for item in fields(JobSpec):

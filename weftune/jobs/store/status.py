@@ -129,7 +129,7 @@ def status_text(status: RunStatus) -> str:
     whole = {item.name: getattr(status, item.name) for item in fields(RunStatus) if item.name != "jobs"}
     whole = {"format": FORMAT, **whole}
     names = [json_text(name) for name in status.jobs]
-    texts = [_job_texts(job) for job in status.jobs.values()]
+    texts = [_job_json(job) for job in status.jobs.values()]
     compact = ", ".join(f"{name}: {text}" for name, (text, _) in zip(names, texts, strict=True))
     checksum = _text_checksum(f'{json_text(whole)[:-1]}, "jobs": {{{compact}}}}}')
     indented = ",\n".join(f"    {name}: {text}" for name, (_, text) in zip(names, texts, strict=True))
@@ -142,7 +142,7 @@ _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 
 @lru_cache(maxsize=1 << 15)
-def _job_texts(job: JobStatus) -> tuple[str, str]:
+def _job_json(job: JobStatus) -> tuple[str, str]:
     """Return a job's status as two JSON strings: the compact one, from which the checksum is computed, and
     the one that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}

@@ -398,7 +398,7 @@ class Store:
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
             with self._one_writer:
-                self._cancel_delayed()
+                self._cancel_delayed_write()
                 self._written = time.monotonic()
                 troubles += _collect_errors(file.flush for file in files)
                 self._updated = time.time()
@@ -420,14 +420,16 @@ class Store:
         """Write the status in a thread, within a second. Raise the error of the last such write, if any."""
         with self._one_writer:
             if self._late is None:
-                self._late = threading.Timer(max(0.0, self._seconds_until_write()), self._write_delayed)
+                self._late = threading.Timer(
+                    max(0.0, self._seconds_until_write()), self._write_delayed_status
+                )
                 self._late.daemon = True
                 self._late.start()
             trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise trouble
 
-    def _write_delayed(self) -> None:
+    def _write_delayed_status(self) -> None:
         with self._disk:
             # Otherwise it has been written meanwhile, or the store is closed.
             if self._late is threading.current_thread():
@@ -436,7 +438,7 @@ class Store:
                 except OutputError as error:
                     self._trouble = error
 
-    def _cancel_delayed(self) -> None:
+    def _cancel_delayed_write(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -453,7 +455,7 @@ class Store:
 
     def close(self) -> None:
         with self._disk, self._one_writer:
-            self._cancel_delayed()
+            self._cancel_delayed_write()
             self._metrics.close()
             self._windows.close()
         if self._lock is not None:

@@ -127,19 +127,19 @@ class Rungs:
     """Maps each trial to its metric at each rung, by the step of the rung. Only the first measurement is
     kept."""
     ended: dict[str, EndedTrial] = field(default_factory=dict)
-    _steps: dict[str, int] = field(default_factory=dict)
-    _generation: dict[str, int] = field(default_factory=dict)
+    _steps_by_trial: dict[str, int] = field(default_factory=dict)
+    _generation_by_trial: dict[str, int] = field(default_factory=dict)
 
     # -- events ------------------------------------------------------------------------------------------
 
     def begin_first_rung(self, trials: Sequence[str]) -> None:
         """Add a generation of trials, in the order of the file."""
-        self._generation |= dict.fromkeys(trials, len(self.generations))
+        self._generation_by_trial |= dict.fromkeys(trials, len(self.generations))
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
         """Record a trial's total number of steps."""
-        self._steps[trial] = steps
+        self._steps_by_trial[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
         """Record the metric of a trial at a step. Return False if the step is not a rung of the trial or
@@ -166,14 +166,18 @@ class Rungs:
         return (trial for generation in self.generations for trial in generation)
 
     def rungs(self, trial: str) -> tuple[int, ...]:
-        return rung_steps(self.spec.halving, self._steps[trial]) if trial in self._steps else ()
+        return (
+            rung_steps(self.spec.halving, self._steps_by_trial[trial])
+            if trial in self._steps_by_trial
+            else ()
+        )
 
     def steps(self, trial: str) -> int:
-        return self._steps.get(trial, 0)
+        return self._steps_by_trial.get(trial, 0)
 
     def limit(self, trial: str) -> int:
         """Return the step up to which the trial may train before the next decision."""
-        generation = self._generation[trial]
+        generation = self._generation_by_trial[trial]
         rung = len(self._decided_rungs(generation))
         rungs = self.rungs(trial)
         if rung < len(rungs) and self._begins_rung(trial, rung):
@@ -254,7 +258,7 @@ class Rungs:
     def _begins_rung(self, trial: str, rung: int) -> bool:
         """Return whether a trial takes part in a rung: all trials in the first one, and in every later one
         those that continued."""
-        return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
+        return rung == 0 or trial in self._decided_rungs(self._generation_by_trial[trial])[rung - 1].kept
 
 
 class LossTrend:
@@ -265,7 +269,7 @@ class LossTrend:
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, to_steps(TREND_SHARE, steps))
-        self._steps = steps
+        self._steps_by_trial = steps
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=TREND_STEPS)
         self._step = 0
@@ -278,7 +282,7 @@ class LossTrend:
 
     def leave_reason(self) -> str | None:
         """Return the reason why the trial leaves the sweep at its current step, or None if it continues."""
-        if not self._from <= self._step < self._steps:
+        if not self._from <= self._step < self._steps_by_trial:
             return None
         if len(self._first) < TREND_STEPS:
             # Lines of the metrics were lost, so the trend is unknown.

@@ -21,7 +21,7 @@ from weftune.jobs.spec.layer import (
     Places,
     expand_shorthands,
     find_source_location,
-    merge_layers,
+    merge_over_defaults,
     plain_values,
     sort_mistakes,
 )
@@ -335,20 +335,20 @@ def _shared_location(first_locations: Sequence[Loc], second_locations: Sequence[
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
     """Return the job of a sweep's trial. The trial may be of a later generation, which is in no file."""
-    job, found = build_job(JobSpec, trial_layer(sweep, trial), sweep.folder)
+    job, found = build_job(JobSpec, trial_keys(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(sort_mistakes(found))
     return job
 
 
-def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
+def trial_keys(sweep: Sweep, trial: Trial) -> Layer:
     """Return the keys of a trial with their source locations. Values that a sweep's `over` sets have their
     location in `over`."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
         places |= _value_locations(sweep, key, value)
-    laid = merge_layers(job, expand_shorthands(nest_values(trial.values), places))
+    laid = merge_over_defaults(job, expand_shorthands(nest_values(trial.values), places))
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
 
@@ -384,14 +384,14 @@ def expand_sweep(
     for key, choices in spec.over.items():
         # Every value by itself, including those that no draw has hit yet.
         for values in () if isinstance(choices, ValueRange) else grid_combinations({key: choices}):
-            wrong += build_job(JobSpec, trial_layer(sweep, Trial(name, values)), folder)[1]
+            wrong += build_job(JobSpec, trial_keys(sweep, Trial(name, values)), folder)[1]
     if job is None or wrong:
         return None, [], wrong
     sweep = replace(sweep, trials=TrialSearch(name, spec, job.seed).first_generation())
     jobs: list[tuple[JobSpec, Places]] = []
     mistakes: dict[str, Mistake] = {}
     for trial in sweep.trials:
-        layer = trial_layer(sweep, trial)
+        layer = trial_keys(sweep, trial)
         made, wrong = build_job(JobSpec, layer, folder)
         for mistake in wrong:
             mistakes.setdefault(mistake.location, mistake)
@@ -399,7 +399,7 @@ def expand_sweep(
     return (None, [], list(mistakes.values())) if mistakes else (sweep, jobs, [])
 
 
-def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
+def repeated_trial_names(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
     """Yield the index of every job whose sweep has a trial with a name that is already used, with the error
     message."""
     owners = {

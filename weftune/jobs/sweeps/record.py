@@ -211,7 +211,7 @@ class RungRow:
     lost_count: int = 0
     """Number of trials of a rung that failed or left before its step."""
     worst_kept_score: float | None = None
-    best_dropped: float | None = None
+    best_dropped_score: float | None = None
 
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
@@ -238,7 +238,7 @@ def base_sentence(record: SweepRecord) -> str:
     return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
 
 
-def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
+def leading_trials(record: SweepRecord, count: int) -> list[TrialRecord]:
     """Return the `count` best trials among those that have a score and have neither left the sweep nor
     failed."""
     still = [trial for trial in rank_trials(record) if trial.state not in ("left", "failed")]
@@ -351,7 +351,7 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
             kept_count=len(kept),
             lost_count=max(0, decision.began - len(kept) - len(dropped)),
             worst_kept_score=rung_value(worst, rung) if worst is not None else None,
-            best_dropped=rung_value(best, rung) if best is not None else None,
+            best_dropped_score=rung_value(best, rung) if best is not None else None,
         )
         began = [trials[name] for name in kept if name in trials]
 

@@ -55,7 +55,7 @@ def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) ->
         shutil.copytree(
             winner,
             partial if has_one_winner else partial / winner.name,
-            copy_function=_link_or_copy,
+            copy_function=_link_or_copy_file,
             ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
         )
     if (folder / BEST).exists():
@@ -65,7 +65,7 @@ def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) ->
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy_file(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -78,7 +78,7 @@ Metrics = Mapping[str, float | None]
 NO_METRICS: Metrics = {}
 
 
-def _metrics_in(line: Mapping[str, Any], prefix: str) -> Metrics:
+def _prefixed_metrics(line: Mapping[str, Any], prefix: str) -> Metrics:
     """Return the metrics in a line of metrics.jsonl whose names begin with `prefix`. The prefix is removed
     from the names."""
     return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
@@ -285,10 +285,10 @@ class RunningSweep:
         for line in self.store.metric_lines(self.trials):
             job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
-                found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _metrics_in(line, "rung_")
+                found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _prefixed_metrics(line, "rung_")
                 self.record_rung_evaluation(job, step, *found)
             elif "eval_loss" in line:
-                found = line["eval_loss"], line.get("eval_token_accuracy"), _metrics_in(line, "eval_")
+                found = line["eval_loss"], line.get("eval_token_accuracy"), _prefixed_metrics(line, "eval_")
                 self.record_evaluation(job, step, *found)
             elif line.get("loss") is not None:
                 self._loss_trend(job).add_loss(step, line["loss"])

@@ -204,12 +204,14 @@ def _trial_name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any])
     value_at = {
         loc: value for key, value in values.items() for loc, value in leaf_values(location_of(key), value)
     }
-    tail = "-".join(part for loc in locations if loc in value_at and (part := _name_part(loc, value_at[loc])))
+    tail = "-".join(
+        part for loc in locations if loc in value_at and (part := _trial_name_part(loc, value_at[loc]))
+    )
     head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
     return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 
 
-def _name_part(location: Loc, value: Any) -> str:
+def _trial_name_part(location: Loc, value: Any) -> str:
     key, text = str(location[-1]), value_text(value)
     if key in BY_VALUE:
         return text
@@ -323,7 +325,7 @@ class TrialSearch:
         return proposed + draw_combinations(over, count - len(proposed), seed, [*before, *proposed])
 
 
-def later_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
+def later_generation_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
     """Return the search that proposes later generations of a sweep, or None if all trials are already
     known."""
     if sweep.spec.search != "tpe":

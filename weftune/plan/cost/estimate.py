@@ -92,11 +92,11 @@ def data_sheet_speed(device: Device) -> Speed:
     )
 
 
-def base_layers(shape: ModelShape, kept_bytes: int, separates_ends: bool) -> tuple[BaseLayer, ...]:
+def base_layers(shape: ModelShape, kept_bytes: int, has_separate_ends: bool) -> tuple[BaseLayer, ...]:
     """Return the parts of the base in order: embedding, layers and head. Each layer keeps `kept_bytes` bytes
     per token for its backward.
 
-    With `separates_ends`, embedding and head are on different devices, so tied weights are stored twice.
+    With `has_separate_ends`, embedding and head are on different devices, so tied weights are stored twice.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
@@ -110,7 +110,7 @@ def base_layers(shape: ModelShape, kept_bytes: int, separates_ends: bool) -> tup
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
     layers = [_inner_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
-    head = 0 if tied and not separates_ends else matrix
+    head = 0 if tied and not has_separate_ends else matrix
     return (
         BaseLayer("embedding", 0, 0, first * shape.bytes_per_value, 0, handed, tuple(outside)),
         *layers,
@@ -135,7 +135,7 @@ def layer_flops(shape: ModelShape) -> int:
 
 
 def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
-    return base_layers(shape, 0, separates_ends=False)[1:-1]
+    return base_layers(shape, 0, has_separate_ends=False)[1:-1]
 
 
 def _moved_bytes(layer: BaseLayer) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, window_need
-from weftune.plan.cost.refit import Times, refit
+from weftune.plan.cost.refit import Times, refit_cost_model
 from weftune.plan.cost.time import CostModel, JobShapes, PassTime, PassWork, StateTime, term_counts
 from weftune.plan.program.program import Program
 
@@ -107,7 +107,7 @@ class FittedModels:
     least_error: int = 0
     """Minimum number of bytes that are added to every predicted peak. It is set after a device ran out of
     memory."""
-    _last_content: object = None
+    _last_window_content: object = None
 
     def __post_init__(self) -> None:
         self.cost, self.fitted, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
@@ -143,7 +143,7 @@ class FittedModels:
         """Predict time and memory of a window. `price` is a function that returns the predicted seconds of
         the program; None selects the fitted time model."""
         content = _window_content(program)
-        changed, self._last_content = content != self._last_content, content
+        changed, self._last_window_content = content != self._last_window_content, content
         need = window_need(self.fitted, list(shapes.values()), program)
         seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
@@ -167,7 +167,7 @@ class FittedModels:
         times.steps += outcome.steps
         times.saves += outcome.saves
         times.forget()
-        self.cost = refit(self.initial_cost, times)
+        self.cost = refit_cost_model(self.initial_cost, times)
         if outcome.is_window_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
             need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())

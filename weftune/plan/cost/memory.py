@@ -197,7 +197,7 @@ class MemoryModel:
         ]
         return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
-    def key_shares(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
+    def key_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
         """Return, for each worker of a pipeline, the share of the activation bytes of a row that is taken by
         the keys and values of attention."""
         layers, fused = self.shape.layers, self.uses_fused_ops

@@ -40,7 +40,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     """Return the predicted memory of a window, computed from its largest microbatch or, in a pipeline, from
     the microbatches that are in flight at the same time. They may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
-        rows = rows_in_flight(memory, program, memory.key_shares(jobs, program.recompute))
+        rows = rows_in_flight(memory, program, memory.key_fractions(jobs, program.recompute))
         return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.forward_passes():
@@ -61,18 +61,18 @@ def scored_rows(program: Program) -> int:
     )
 
 
-def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[float]) -> list[float]:
+def rows_in_flight(memory: MemoryModel, program: Program, key_fractions: Sequence[float]) -> list[float]:
     """Return, for each worker of a replica, the largest number of rows that wait for their backward at a
     time.
 
     If a sample is cut into chunks, the keys and values of the whole sample are held from the forward of its
     first chunk until the backward of its first chunk, and their gradients from the backward of its last chunk
-    on. These bytes are counted as rows with equally many activation bytes: `key_shares` contains, for each
+    on. These bytes are counted as rows with equally many activation bytes: `key_fractions` contains, for each
     worker, the fraction of a row's activation bytes that its keys and values take.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
-        share = key_shares[device % program.devices_per_replica]
+        share = key_fractions[device % program.devices_per_replica]
         held_rows = sum(
             _rows_of_forward(program, number, share)
             for number, one in enumerate(program.inherited)
@@ -98,23 +98,23 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
     ]
 
 
-def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
+def _rows_of_forward(program: Program, number: int, key_fraction: float) -> float:
     """Return the rows that a forward adds to those that wait for their backward. The first chunk of a sample
     adds the keys and values of the whole sample, and the other chunks add none."""
     plan = program.microbatches[number]
     if (chunk := plan.chunk) is None:
         return plan.rows
     keys = _sample_rows(program, number) if chunk.chunk_start == 0 else 0
-    return plan.rows + key_share * (keys - chunk.length)
+    return plan.rows + key_fraction * (keys - chunk.length)
 
 
-def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
+def _gradient_rows(program: Program, number: int, gradient_fraction: float) -> float:
     """Return the size of the gradients of a sample's keys and values, as the number of rows with equally many
     activation bytes. They are allocated by the backward of the sample's last chunk; for any other microbatch,
     return 0."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
-    return gradient_share * rows if is_last else 0.0
+    return gradient_fraction * rows if is_last else 0.0
 
 
 def _sample_rows(program: Program, number: int) -> int:

@@ -68,7 +68,7 @@ class DirectionTerms:
 def counted_terms(shape: ModelShape) -> DirectionTerms:
     """Return the coefficients of the time model of a base of this shape. They are in FLOPs instead of
     seconds, since the seconds per FLOP are unknown."""
-    layer = next(one for one in base_layers(shape, 0, separates_ends=False) if one.kind == "layer")
+    layer = next(one for one in base_layers(shape, 0, has_separate_ends=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return DirectionTerms(
         forward=_direction_terms(layer.flops, layer.square_flops, HEAD_PASSES * head, 2 * ADAPTER_COST),

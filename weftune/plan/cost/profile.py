@@ -122,7 +122,7 @@ def read_profile(path: Path, key: ProfileKey | None = None) -> Profile | None:
     """Return the profile that a file contains. Return None if the file is missing, damaged or of another
     version, or if its key differs from `key`."""
     try:
-        profile = _from_json(json.loads(path.read_bytes()))
+        profile = _profile_from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return profile if key is None or profile.key == key else None
@@ -155,7 +155,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(EISDIR, "Is a directory", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft_path(path)
+    draft = _temporary_path(path)
     draft.touch()
     draft.unlink()
 
@@ -163,16 +163,16 @@ def check_writable(path: Path) -> None:
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile atomically, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft_path(path)
+    draft = _temporary_path(path)
     draft.write_text(to_json(profile), encoding="utf-8")
     draft.replace(path)
 
 
-def _draft_path(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _from_json(value: Mapping[str, Any]) -> Profile:
+def _profile_from_json(value: Mapping[str, Any]) -> Profile:
     if value["version"] != VERSION:
         raise ValueError(f"version {value['version']}")
     return Profile(

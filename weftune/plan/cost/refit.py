@@ -65,7 +65,7 @@ class Times:
             del kept[:-MAX_MEASUREMENTS]
 
 
-def refit(initial_cost: CostModel, times: Times) -> CostModel:
+def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
     """Return the time model `initial_cost` fitted to the measurements, or unchanged if there are none."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]

@@ -97,9 +97,11 @@ class _Search:
         self.squares = sum(total * total for total in bucket_sums(initial_buckets, latencies)) * (
             1 - SMALLEST_GAIN
         )
-        self._assign(0, [], [], 0.0)
+        self._assign_latency(0, [], [], 0.0)
 
-    def _assign(self, position: int, buckets: list[list[int]], sums: list[float], squares: float) -> None:
+    def _assign_latency(
+        self, position: int, buckets: list[list[int]], sums: list[float], squares: float
+    ) -> None:
         if squares >= self.squares or len(self.order) - position < self.count - len(buckets):
             return
         if position == len(self.order):
@@ -111,11 +113,13 @@ class _Search:
             before = sums[number]
             bucket.append(index)
             sums[number] += latency
-            self._assign(position + 1, buckets, sums, squares + latency * (2 * before + latency))
+            self._assign_latency(position + 1, buckets, sums, squares + latency * (2 * before + latency))
             bucket.pop()
             sums[number] = before
         if len(buckets) < self.count:
-            self._assign(position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency)
+            self._assign_latency(
+                position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency
+            )
 
 
 def _order_by_length(latencies: Sequence[float]) -> list[int]:

@@ -40,8 +40,14 @@ from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
 from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
-from weftune.plan.layout.offloaded import is_faster, offload_optimizer, offloaded_round, pays_off, would_gain
-from weftune.plan.layout.seats import assign_seats, largest_fit, order_for_seats, too_large
+from weftune.plan.layout.offloaded import (
+    is_offloading_faster,
+    is_offloading_worthwhile,
+    offload_optimizer,
+    offloaded_round,
+    would_more_memory_help,
+)
+from weftune.plan.layout.seats import assign_seats, largest_fitting_count, order_for_seats, too_large
 from weftune.plan.layout.stages import (
     PartCosts,
     cut_layers,
@@ -339,8 +345,8 @@ def _price_candidates(
         own = replace(machine.with_division(division), stream_budget_bytes=None)
         if division.workers_per_share == 1:
             choice = _choose_resident(shape, share, own)
-            return choice if _fits_each(choice.memory, share) else None
-        fits = _fits_each(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
+            return choice if _does_each_job_fit(choice.memory, share) else None
+        fits = _does_each_job_fit(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
         return _choose_pipeline(shape, share, own) if fits else None
 
     limits = workload.limits(machine.division, machine.devices)
@@ -349,7 +355,7 @@ def _price_candidates(
     return tuple(search(jobs, workload, limits, devices, build))
 
 
-def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
+def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
     """Return whether every job fits in memory if it runs alone."""
     return all(
         # Most layouts have no room for the weights, which is quickly seen.
@@ -478,7 +484,9 @@ def _more_jobs_reason(
         return ""
     if not only_so:
         others = [job for job in jobs if job.name not in too_large]
-        if not pays_off(memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens):
+        if not is_offloading_worthwhile(
+            memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens
+        ):
             return ""
     return (
         f"{len(attached_jobs)} of {len(jobs)} jobs are admitted with it "
@@ -495,9 +503,12 @@ def _faster_step_reason(
     """Return the reason why a step of all jobs is faster with the optimizer offloaded, as the rest of a
     sentence after `since`. Return an empty string if it is not faster."""
     max_tokens = resident_choice.machine.max_tokens
-    if not would_gain(resident_choice.memory, jobs, max_tokens) or memory.misfit_reason(jobs) is not None:
+    if (
+        not would_more_memory_help(resident_choice.memory, jobs, max_tokens)
+        or memory.misfit_reason(jobs) is not None
+    ):
         return ""
-    if not is_faster(memory, resident_choice.memory, jobs, device(), max_tokens):
+    if not is_offloading_faster(memory, resident_choice.memory, jobs, device(), max_tokens):
         return ""
     after, before = (one.choose_recompute(jobs, max_tokens) for one in (memory, resident_choice.memory))
     reason = (
@@ -682,7 +693,7 @@ def _choose_streamed_by_workers(
             errors.append(error)
         return count in found
 
-    count = largest_fit(fits, len(jobs))
+    count = largest_fitting_count(fits, len(jobs))
     if not count:
         raise errors[-1]
     layer = layer_bytes(local)
@@ -703,7 +714,7 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
     times = StageTimes(
         shape.layers, pass_terms(profile, shape), step_rate(profile), machine.link, output_bytes
     )
-    return times.for_shards(shape, machine.shards)
+    return times.divide_among_shards(shape, machine.shards)
 
 
 # -- admission ------------------------------------------------------------------------------------------

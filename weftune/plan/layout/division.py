@@ -112,7 +112,7 @@ class WindowPrice:
     seconds: float
     computed: float
     """Fraction of the time in which the devices compute."""
-    without_link: float
+    seconds_without_link: float
     """Predicted seconds of the window if transfers between devices took no time."""
     recomputed: float
     """Fraction of the computing time that is spent on recomputing forwards in the backward."""
@@ -135,7 +135,7 @@ class Candidate:
     """Predicted tokens per second of all jobs together, if the run takes as long as its slowest share."""
     needs_bytes: int
     """Peak bytes on the fullest device in the first window."""
-    idle_share: float
+    idle_fraction: float
     """Fraction of the time of all devices of the machine in which they do not compute."""
     limited_by: str
     """Name of the largest cause of lost time: memory, link, bubbles (idle pipeline stages), Steps (optimizer
@@ -239,7 +239,7 @@ def search(
     found: list[Candidate] = []
     for division in limits.divisions(devices):
         heapq.heappush(waiting, (-bounds.bound_without_layout(division), next(order), division, None))
-    while waiting and -waiting[0][0] >= _least_speed(found):
+    while waiting and -waiting[0][0] >= _least_reported_speed(found):
         bound, _, division, choice = heapq.heappop(waiting)
         share = bounds.heaviest_share(division.shares)
         if choice is not None:
@@ -290,7 +290,7 @@ def _microbatches(choice: LayoutChoice) -> _Microbatches:
     return _Microbatches(recompute, capacity, max_sample_tokens(jobs), single_tokens)
 
 
-def _least_speed(candidates: Sequence[Candidate]) -> float:
+def _least_reported_speed(candidates: Sequence[Candidate]) -> float:
     """Return the number of tokens per second that a further division of the devices must reach to be
     reported. Return 0 until enough candidates are found."""
     fastest = _fastest_capacities(candidates)
@@ -328,8 +328,8 @@ def _make_candidate(
     work that belongs to this share."""
     used = division.devices / devices
     even = 1 / (part * division.shares)
-    idle_share = 1.0 - price.computed * used * even
-    link = 1.0 - price.without_link / price.seconds
+    idle_fraction = 1.0 - price.computed * used * even
+    link = 1.0 - price.seconds_without_link / price.seconds
     waits = 1.0 - price.computed - link
     losses = {
         # Waits are longer where jobs wait for memory, since fewer jobs fill them.
@@ -345,7 +345,7 @@ def _make_candidate(
         capacity=price.capacity,
         tokens_per_second=price.tokens_per_second / part,
         needs_bytes=price.peak_bytes,
-        idle_share=idle_share,
+        idle_fraction=idle_fraction,
         limited_by=worst if losses[worst] > SMALL_LOSS else "compute",
     )
 
@@ -415,7 +415,7 @@ class _Bounds:
     def _sharded_times(self, shards: int) -> StageTimes:
         if shards not in self._times:
             shape = self._workload.shape
-            self._times[shards] = self._workload.times.for_shards(shape, shards)
+            self._times[shards] = self._workload.times.divide_among_shards(shape, shards)
         return self._times[shards]
 
     def _total_work(self, windows: Sequence[JobWindow]) -> PassWork:

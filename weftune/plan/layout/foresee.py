@@ -74,11 +74,11 @@ class StageTimes:
     exchanges_row_maxima: bool = False
     """Whether shards exchange the largest value of each row, so that all round the row to 8-bit floats with
     the same scale."""
-    attention_share: float = 0.0
+    attention_fraction: float = 0.0
     """Fraction of a layer's weights that belongs to attention. It divides a layer's time into its halves, and
     is set only if layers are divided into shards."""
 
-    def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
+    def divide_among_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
         times of passes, samples and jobs are not divided."""
         if shards == 1:
@@ -90,9 +90,9 @@ class StageTimes:
         def divide(kind: KindTerms) -> KindTerms:
             return replace(
                 kind,
-                layer=_scale_rows(kind.layer, 1 / shards),
-                head=_scale_rows(kind.head, head),
-                adapter=_scale_rows(kind.adapter, adapters),
+                layer=_scale_row_terms(kind.layer, 1 / shards),
+                head=_scale_row_terms(kind.head, head),
+                adapter=_scale_row_terms(kind.adapter, adapters),
             )
 
         terms = DirectionTerms(*map(divide, (self.terms.forward, self.terms.backward, self.terms.evaluation)))
@@ -102,7 +102,7 @@ class StageTimes:
             shards=shards,
             divides_vocabulary=head < 1,
             exchanges_row_maxima=shape.multiplies_stored_format,
-            attention_share=_attention_share(shape),
+            attention_fraction=_attention_fraction(shape),
         )
 
     def timeline(
@@ -145,7 +145,7 @@ class StageTimes:
                     self._evaluation_price(one, work)
                     if number in evaluated
                     else self._training_price(
-                        one, work, self._recomputed_share(one, layout, program.recompute)
+                        one, work, self._recomputed_fraction(one, layout, program.recompute)
                     )
                     for one in layer_ranges
                 )
@@ -162,18 +162,20 @@ class StageTimes:
         )
 
     def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:
-        sums = self._sum_seconds(layer_range, work) + self._end_sum_seconds(layer_range.is_first, work)
+        sums = self._sum_seconds(layer_range, work) + self._vocabulary_sum_seconds(layer_range.is_first, work)
         seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
         return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
 
-    def _training_price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
-        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_share` is
-        the fraction of the forward that the backward repeats."""
+    def _training_price(
+        self, layer_range: LayerRange, work: PassWork, recomputed_fraction: float
+    ) -> PassPrice:
+        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_fraction`
+        is the part of the forward that the backward repeats, as a fraction."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
-        backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
-        backward_sums = (1.0 + REPEATED_SUMS * recomputed_share) * sums
-        ends = self._end_sum_seconds(layer_range.is_first + layer_range.is_last, work)
+        backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_fraction * forward
+        backward_sums = (1.0 + REPEATED_SUMS * recomputed_fraction) * sums
+        ends = self._vocabulary_sum_seconds(layer_range.is_first + layer_range.is_last, work)
         return PassPrice(
             forward + sums + ends,
             backward + backward_sums,
@@ -194,13 +196,13 @@ class StageTimes:
         rest = terms.layer(work) - squares + terms.adapter(work) / self.layers
         layers = layer_range.stop - layer_range.start
         return HalfPrice(
-            attention=squares + self.attention_share * rest,
-            feed_forward=(1.0 - self.attention_share) * rest,
+            attention=squares + self.attention_fraction * rest,
+            feed_forward=(1.0 - self.attention_fraction) * rest,
             sum=self._sum_seconds(layer_range, work) / (SUMS_PER_LAYER * layers),
             launch=LAUNCH_SECONDS,
         )
 
-    def _recomputed_share(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
+    def _recomputed_fraction(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
         if not (layout.is_pipeline or layer_range.is_last):
             return 1.0
         layers = layer_range.stop - layer_range.start
@@ -214,7 +216,7 @@ class StageTimes:
             self.output_bytes, work.tokens, self.shards, self.exchanges_row_maxima
         )
 
-    def _end_sum_seconds(self, ends: int, work: PassWork) -> float:
+    def _vocabulary_sum_seconds(self, ends: int, work: PassWork) -> float:
         """Return the seconds of the all-reduces over shards at the embedding and at the head. `ends` is how
         many of these two the stage has. The embeddings are summed in the forward, the gradients of the last
         hidden states in the backward."""
@@ -244,14 +246,14 @@ class StageTimes:
         return begins + layers + (terms.head(work) if layer_range.is_last else 0.0)
 
 
-def _attention_share(shape: ModelShape) -> float:
+def _attention_fraction(shape: ModelShape) -> float:
     """Return the fraction of a layer's weights that belongs to attention."""
     weights = {site.name: site.active_weights for site in shape.sites if layer_number(site.name) is not None}
     attention = sum(count for name, count in weights.items() if ATTENTION in name)
     return attention / max(1, sum(weights.values()))
 
 
-def _scale_rows(terms: Terms, factor: float) -> Terms:
+def _scale_row_terms(terms: Terms, factor: float) -> Terms:
     """Return the coefficients of the time of a pass, where those that depend on the number of rows are
     multiplied by `factor`."""
     return replace(

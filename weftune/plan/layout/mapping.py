@@ -45,7 +45,7 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
     return _contention(roots, topology, _proximity(topology.gpus, stages))
 
 
-def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
+def least_contention_order(topology: Topology, stages: int) -> tuple[int, ...]:
     """Return the order of the GPUs with the least contention of uploads. For more than `EXACT_GPUS` GPUs, it
     is only a local optimum."""
     nearness = _proximity(topology.gpus, stages)

@@ -90,7 +90,7 @@ def search_partition(
 
 def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with as many layers per stage as memory holds (Mobius's maximum-stage partition)."""
-    return _largest_that_fit(_Problem(layers, host, 1))
+    return _largest_fitting_stages(_Problem(layers, host, 1))
 
 
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
@@ -106,7 +106,7 @@ def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
     return StreamPartition(cuts, (False,) * (len(cuts) - 1))
 
 
-def _largest_that_fit(problem: _Problem) -> StreamPartition:
+def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
     """Return a partition into streamed stages, as large as possible, that leave room for adapter state."""
     limit = problem.host.memory_bytes
     while True:
@@ -143,7 +143,7 @@ def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best partition that local searches from `starts` partitions find, or None if none fits in
     memory."""
     ranked = sorted(_starting_partitions(problem), key=problem.seconds)
-    descents = [_descend(problem, draft) for draft in ranked[:starts]]
+    descents = [_improve_partition(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 
@@ -157,7 +157,7 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
         yield _streamed_partition(cuts)
         yield _make_stages_resident(problem, cuts)
     try:
-        yield _largest_that_fit(problem)
+        yield _largest_fitting_stages(problem)
     except PlanError:
         return
 
@@ -173,14 +173,14 @@ def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPar
     return draft
 
 
-def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
+def _improve_partition(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     """Return a locally optimal partition: the first change that reduces the step time is applied, repeatedly,
     until no change reduces it."""
     seconds, tried = problem.seconds(draft), 0
     better: StreamPartition | None = draft
     while better:
         draft, better = better, None
-        for change in islice(_neighbours(draft, problem.host.gpus), CHANGES - tried):
+        for change in islice(_neighbouring_partitions(draft, problem.host.gpus), CHANGES - tried):
             tried += 1
             changed = problem.seconds(change)
             if changed < seconds * CLOSE:
@@ -189,7 +189,7 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     return draft
 
 
-def _neighbours(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
+def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
     stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
     cuts, resident = draft.cuts, draft.resident

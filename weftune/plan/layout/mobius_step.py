@@ -51,7 +51,7 @@ class MobiusVisit:
     received_bytes: int = 0
     """Bytes of the activation or gradient that is received from the preceding stage. 0 with a single GPU."""
     upload_bytes: int = 0
-    late_bytes: int = 0
+    delayed_bytes: int = 0
     """Bytes of a stage's upload that have no room on the GPU until the previous stage on this GPU has been
     computed."""
 
@@ -131,7 +131,7 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
             freed = last[above] + visits[above].seconds
             start = max(
                 start,
-                freed + visit.late_bytes / host.bandwidth,
+                freed + visit.delayed_bytes / host.bandwidth,
                 first[above] + visit.upload_bytes / host.bandwidth,
             )
         first.append(start)

@@ -16,7 +16,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
 from weftune.plan.layout.need import StreamDevice, resident_round_seconds
-from weftune.plan.layout.seats import largest_fit, order_for_seats
+from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
@@ -87,7 +87,7 @@ def _total_tokens(jobs: Sequence[JobShape]) -> int:
     return max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
 
 
-def pays_off(
+def is_offloading_worthwhile(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
@@ -101,7 +101,7 @@ def pays_off(
     return together <= (1 + SLOWER) * waiting
 
 
-def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
+def would_more_memory_help(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
     """Return whether more memory could make the forwards and backwards of these jobs faster. It can if layers
     are recomputed now, or if weights are dequantised for small microbatches."""
     recompute = resident.choose_recompute(jobs, max_tokens)
@@ -109,7 +109,7 @@ def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int)
     return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
 
 
-def is_faster(
+def is_offloading_faster(
     memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
 ) -> bool:
     """Return whether a step of these jobs takes less time with the optimizer offloaded. All jobs must fit in
@@ -126,6 +126,6 @@ def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequen
         def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
             return memory.misfit_reason(rest[:count]) is None
 
-        count = largest_fit(fits, len(rest))
+        count = largest_fitting_count(fits, len(rest))
         yield rest[:count]
         rest = rest[count:]

@@ -75,15 +75,15 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     if not starts:
         return None
     tries = CHANGES // len(starts)
-    best = _best_draft([_descend(found, tries) for found in starts])
+    best = _best_draft([_improve_draft(found, tries) for found in starts])
     if best.excess_bytes:
         return None
     if best.case.workers == 1 and best.case.waiting_share(best.draft) > HIDDEN:
         partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
         best = _best_draft(
-            [best, *(_descend(found, tries) for found in partitioned if not found.excess_bytes)]
+            [best, *(_improve_draft(found, tries) for found in partitioned if not found.excess_bytes)]
         )
-    return _descend(best, CHANGES)
+    return _improve_draft(best, CHANGES)
 
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
@@ -101,21 +101,21 @@ def _starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
     """Return the candidate layouts with which the search starts. With several workers, some may not fit in
     memory."""
     if case.workers == 1:
-        return _quick_drafts(case)
+        return _fastest_starting_drafts(case)
     return [_evaluate_draft(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
     """Return whether any of the layouts with which the search starts fits in memory. Layouts that need little
     memory are tried first."""
-    drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
+    drafts = chain(least_memory_drafts(case), even_drafts(case), mobius_drafts(case))
     return any(map(case.fits, drafts))
 
 
-def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
+def _fastest_starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
     """Return the fastest candidate layouts with which to start the search on one device, at most `QUICK`.
     Candidates whose compute time alone is too long are not evaluated."""
-    drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
+    drafts = dict.fromkeys((*even_drafts(case), *least_memory_drafts(case), *mobius_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.compute_seconds(sizes) for sizes in {draft.layer_counts for draft in fitting}}
     best: list[EvaluatedDraft] = []
@@ -163,7 +163,7 @@ def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     yield from _spread_residents(case, (count,), 1)
 
 
-def frugal_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
+def least_memory_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with stages of equal size that are all streamed through one slot per device.
     They need the least memory."""
     for count in _stage_counts(case):
@@ -215,7 +215,7 @@ def _resident_flags(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
     return tuple((number * resident + phase) % stages < resident for number in range(stages))
 
 
-def plain_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
+def mobius_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with the largest stages that fit, and with stages of one layer, as in
     Mobius."""
     yield from largest_drafts(case)
@@ -241,7 +241,7 @@ def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
             _layer_costs(case), _make_host(case), microbatches, PREFIXES, starts=1
         ).partition
         for draft in _partition_to_drafts(found):
-            yield _evict_until_it_fits(case, draft)
+            yield _stream_stages_until_fit(case, draft)
 
 
 def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
@@ -250,7 +250,7 @@ def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
         yield LayoutDraft(sizes, partition.resident, (slots,))
 
 
-def _evict_until_it_fits(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
+def _stream_stages_until_fit(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
     """Return the layout with so few resident stages that it fits on the device. The middle one of the
     resident stages becomes streamed, repeatedly."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
@@ -262,7 +262,7 @@ def _evict_until_it_fits(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
 def _layer_costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
-    kept = case.memory.kept_bytes + _layer_ring(case)
+    kept = case.memory.kept_bytes + _ring_bytes_per_layer(case)
     layer = LayerCost(
         "layer",
         once,
@@ -274,7 +274,7 @@ def _layer_costs(case: StreamCase) -> list[LayerCost]:
 
 
 def _make_host(case: StreamCase) -> Host:
-    ring = case.memory.ring_bytes(1) - _layer_ring(case)
+    ring = case.memory.ring_bytes(1) - _ring_bytes_per_layer(case)
     memory, device = case.memory, case.device
     state = 0 if case.adapters_travel else memory.state_bytes
     fixed = (
@@ -288,7 +288,7 @@ def _make_host(case: StreamCase) -> Host:
     return Host(1, room, case.link_bandwidth, memory.stage_input_bytes)
 
 
-def _layer_ring(case: StreamCase) -> int:
+def _ring_bytes_per_layer(case: StreamCase) -> int:
     """Return the maximum bytes that one more layer in a stage adds to the buffers for optimizer steps."""
     return case.memory.ring_bytes(2) - case.memory.ring_bytes(1)
 
@@ -336,7 +336,7 @@ def _fits_on_worker(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
 # -- the descent -----------------------------------------------------------------------------------------
 
 
-def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
+def _improve_draft(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     """Return a locally optimal layout. The first change that saves time, or frees memory without costing
     time, is applied, until there is none or `max_tries` changes have been tried."""
     case, best = evaluated.case, evaluated
@@ -344,7 +344,7 @@ def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     better: EvaluatedDraft | None = best
     while better:
         best, better = better, None
-        for change in islice(_neighbours(best), max(0, max_tries)):
+        for change in islice(_neighbouring_drafts(best), max(0, max_tries)):
             max_tries -= 1
             changed = _evaluate_draft(case, change)
             frees = not best.is_better_than(changed) and case.device_bytes(change) < room
@@ -354,20 +354,20 @@ def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     return best
 
 
-def _neighbours(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
+def _neighbouring_drafts(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
     """Yield candidate layouts that differ a little from the given one, the most promising kinds of changes
     first."""
     draft = evaluated.draft
-    yield from _other_residents(draft)
+    yield from _drafts_with_other_residents(draft)
     if evaluated.case.workers == 1:
-        yield from _other_boundaries(draft)
+        yield from _drafts_with_other_boundaries(draft)
         yield from _drafts_trading_slots(draft)
-        yield from _other_orders(draft)
+        yield from _drafts_with_other_orders(draft)
     else:
-        yield from _other_sizes(evaluated)
+        yield from _drafts_with_other_sizes(evaluated)
 
 
-def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+def _drafts_with_other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with one resident stage more or less, with one slot more or less, or with a
     resident stage exchanged for a streamed stage of the same worker."""
     stages, workers = range(len(draft.resident_stages)), len(draft.slot_counts)
@@ -383,7 +383,7 @@ def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
                 yield _toggle_resident(_toggle_resident(draft, number), other)
 
 
-def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+def _drafts_with_other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with one boundary between stages moved, removed or added."""
     pairs = range(len(draft.layer_counts) - 1)
     for number in pairs:
@@ -415,7 +415,7 @@ def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
             yield _set_slot_count(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
-def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+def _drafts_with_other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with one stage moved to another position."""
     for taken, (size, stays) in enumerate(zip(draft.layer_counts, draft.resident_stages, strict=True)):
         rest = _replace_stages(draft, taken, 1, (), ())
@@ -424,7 +424,7 @@ def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
                 yield _replace_stages(rest, place, 0, (size,), (stays,))
 
 
-def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
+def _drafts_with_other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
     """Yield candidate layouts over several workers with a boundary between stages moved, removed or added, or
     with one layer moved to a distant stage. Resident stages are chosen anew, since stages may have moved to
     other workers."""

@@ -50,12 +50,12 @@ def assign_seats(
     waiting_jobs: Sequence[JobShape],
     attached_jobs: Sequence[JobShape],
     fits: Fits,
-    overtaken: Mapping[str, int] | None = None,
+    overtake_counts: Mapping[str, int] | None = None,
 ) -> Seats:
     """Return which of the waiting and running (`attached_jobs`) jobs run together. Every waiting job must fit
-    in memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before
+    in memory alone. `overtake_counts` maps a waiting job to the number of jobs that have been admitted before
     it."""
-    seating = _Seating(attached_jobs, fits, overtaken or {})
+    seating = _Seating(attached_jobs, fits, overtake_counts or {})
     rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
         rest = seating.fill(rest)
@@ -81,12 +81,14 @@ class _Seating:
     """The state of a choice of jobs that run together. Checking whether jobs fit is slow, so it is done
     rarely: by bisection, and not for jobs that are as large as a job that did not fit."""
 
-    def __init__(self, attached_jobs: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
+    def __init__(
+        self, attached_jobs: Sequence[JobShape], fits: Fits, overtake_counts: Mapping[str, int]
+    ) -> None:
         self.seated: list[JobShape] = []
         self.unseated: list[JobShape] = []
         self._present = {job.name for job in attached_jobs}
         self._fits = fits
-        self._overtaken = overtaken
+        self._overtaken = overtake_counts
         self._as_large: set[str] = set()
         """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
@@ -101,7 +103,11 @@ class _Seating:
         run = [waiting_jobs[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
-        count = largest_fit(lambda count: self._fit_together(run[:count]), len(run), first) if run else 0
+        count = (
+            largest_fitting_count(lambda count: self._can_seat_together(run[:count]), len(run), first)
+            if run
+            else 0
+        )
         end = len(waiting_jobs)
         if count < len(run):
             end, self._left = tried[count]
@@ -137,7 +143,7 @@ class _Seating:
         known.add(job.name)
         self._left = min(self._left, self._remaining_overtakes(job))
 
-    def _fit_together(self, candidates: Sequence[JobShape]) -> bool:
+    def _can_seat_together(self, candidates: Sequence[JobShape]) -> bool:
         together = [*self.seated, *candidates]
         return all(job.name in self._present for job in together) or self._fits(together) is None
 
@@ -162,7 +168,7 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     )
 
 
-def largest_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
+def largest_fitting_count(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
     """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
     is tried first and doubled while it is too low; by default, it is `count`."""
     least, too_many = 0, count + 1

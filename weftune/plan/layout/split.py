@@ -64,14 +64,14 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 
-def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
+def data_sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """Return a time model of the base in seconds, computed from its FLOPs and the speed of a device."""
     return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
 
 
-def cpu_sheet_cost(shape: ModelShape) -> CostModel:
+def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:
     """Return a time model of the base in seconds on this machine's CPU, from the CPU's nominal speed."""
-    return sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
+    return data_sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
 
 
 def share_jobs(

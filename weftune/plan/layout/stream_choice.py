@@ -19,10 +19,10 @@ from weftune.plan.layout.search import (
     even_drafts,
     filled_drafts,
     fits_any,
-    frugal_drafts,
+    least_memory_drafts,
     search,
 )
-from weftune.plan.layout.seats import largest_fit, order_for_seats
+from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.program.layout import Layout, one_device_layout
 
 MIN_CAPACITY = 256
@@ -94,11 +94,11 @@ def choose_for_jobs(
         return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs)
 
     waiting: Sequence[JobShape] = ()
-    if count := largest_fit(lambda count: fits_together(count, ordered[count:]), len(ordered)):
+    if count := largest_fitting_count(lambda count: fits_together(count, ordered[count:]), len(ordered)):
         waiting = ordered[count:]
     else:
         # If not even one of them fits, the choice raises the error that says why.
-        count = largest_fit(lambda count: fits_together(count, ()), len(ordered)) or 1
+        count = largest_fitting_count(lambda count: fits_together(count, ()), len(ordered)) or 1
     return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs=waiting)
 
 
@@ -438,13 +438,13 @@ def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
 
 
 def _least_bytes(case: StreamCase) -> int:
-    return min(map(case.peak_bytes, frugal_drafts(case)))
+    return min(map(case.peak_bytes, least_memory_drafts(case)))
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
     """Return the smallest number of host bytes with which the base can be streamed, or None if no layout fits
     on the devices."""
     full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
-    drafts = (*full, *frugal_drafts(case))
+    drafts = (*full, *least_memory_drafts(case))
     fitting = (draft for draft in drafts if case.peak_bytes(draft) <= case.device.budget_bytes)
     return min(map(case.host_bytes, fitting), default=None)

@@ -64,7 +64,7 @@ def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes)
         rows.append(replace(row, options={"capacity": half}))
     if len(choice.layout.stages) > 1:
         rows += _ablate_planner(prediction, jobs, job_window, times)
-        if (even := _even_stages_choice(choice)).layout != choice.layout:
+        if (even := _choice_with_even_stages(choice)).layout != choice.layout:
             forecast = forecast_window(plan(even), times)
             rows.append(compare(prediction, "partition", "embedding and head not counted", forecast))
         return rows
@@ -151,7 +151,7 @@ def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Fore
     return forecast_window(replace(windows[0], program=program, prediction=prediction), times)
 
 
-def _even_stages_choice(choice: LayoutChoice) -> LayoutChoice:
+def _choice_with_even_stages(choice: LayoutChoice) -> LayoutChoice:
     """Return the layout choice with stages that have equal numbers of layers, up to a difference of one."""
     layout, layers = choice.layout, choice.layout.layers
     cuts = [layers * number // len(layout.stages) for number in range(len(layout.stages) + 1)]

@@ -111,8 +111,8 @@ def predict_window(
     if evaluating or first.program.hands_over:
         window = _training_window(choice, jobs, job_window)
     timeline = _simulate_window(window, times)
-    forecast = _forecast(window, timeline)
-    others = _alternatives(choice, jobs, job_window, times)
+    forecast = _forecast_timeline(window, timeline)
+    others = _forecast_alternatives(choice, jobs, job_window, times)
     alternatives = tuple(scale_to_window(one, forecast) for one in others)
     return Prediction(first, window.program, timeline, forecast, alternatives)
 
@@ -129,7 +129,7 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
         tokens=forecast.tokens,
         seconds=forecast.seconds,
         computed=1.0 - forecast.bubbles,
-        without_link=at_once.seconds,
+        seconds_without_link=at_once.seconds,
         recomputed=again / (again + TRAINED_PASSES),
         peak_bytes=max(forecast.peaks),
         capacity=forecast.capacity,
@@ -145,7 +145,7 @@ def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window:
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
     """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
     times = replace(times, step=times.step.plus(window.choice.step_wait))
-    return _forecast(window, _simulate_window(window, times))
+    return _forecast_timeline(window, _simulate_window(window, times))
 
 
 def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
@@ -153,7 +153,7 @@ def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
     return times.timeline(window.program, choice.layout, window.shapes, choice.load_pace)
 
 
-def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
+def _forecast_timeline(window: FirstWindow, timeline: Timeline) -> Forecast:
     program, prediction = window.program, window.prediction
     seconds = timeline.makespan if prediction.seconds is None else prediction.seconds
     counts = Counter(batch.job for batch in program.batches)
@@ -174,7 +174,7 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
     )
 
 
-def _alternatives(
+def _forecast_alternatives(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
     """Return forecasts in which the jobs run one after another on the same layout: microbatch after
@@ -188,7 +188,7 @@ def _alternatives(
             lambda name, rounds: job_window(name, min(rounds, FEW_ROUNDS), False),
             hands_over=False,
         )
-        parts.append(_forecast(alone, _simulate_window(alone, times)))
+        parts.append(_forecast_timeline(alone, _simulate_window(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)
     alone_seconds = (piped.busy_seconds + piped.sum_seconds) / choice.layout.shards
     alone_way = replace(piped, name=ALONE, seconds=alone_seconds)

@@ -112,10 +112,10 @@ def lower_bound(case: Instance) -> int:
     """Return a lower bound on the number of microbatches."""
     # Samples of one job share padding, so only a job's sum may be rounded up, not each sample's length.
     by_rows = -(-case.rows // case.capacity) if case.lengths else 0
-    return max(by_rows, _l2(case.lengths, case.capacity))
+    return max(by_rows, _martello_toth_bound(case.lengths, case.capacity))
 
 
-def _l2(lengths: Sequence[int], capacity: int) -> int:
+def _martello_toth_bound(lengths: Sequence[int], capacity: int) -> int:
     """Return the lower bound L2 on the number of microbatches: the largest of the bounds for every choice of
     `smallest`, the length below which samples are ignored.
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
 from weftune.plan.pack.instance import Instance, make_instance, pad_rows
-from weftune.plan.pack.swap import best_fill
+from weftune.plan.pack.swap import find_best_fill
 from weftune.plan.program.program import IllegalProgram
 
 
@@ -122,7 +122,7 @@ def _concatenate(
     for samples, packed in zip(rounds, packed_rounds, strict=True):
         laid = packed
         if move_samples and len(line.microbatches) > len(previous):
-            chosen = line.best_fill(samples)
+            chosen = line.find_best_fill(samples)
             taken = set(chosen)
             rest = _pack_samples([one for one in samples if one not in taken], rules)
             if len(rest) <= len(packed):
@@ -145,13 +145,13 @@ class _Sequence:
         for microbatch in previous:
             self._append_microbatch(microbatch)
 
-    def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
+    def find_best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
         """Return the samples that fill the last microbatch best, chosen among the samples that are allowed to
         run in it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _padded_rows(self.microbatches[-1], self.rules.multiple)
         case = _packing_instance(free, self.rules)
-        return [free[index] for index in best_fill(case, range(len(free)), room)]
+        return [free[index] for index in find_best_fill(case, range(len(free)), room)]
 
     def record_batches(self, samples: Sequence[BatchSample]) -> None:
         for one in samples:
