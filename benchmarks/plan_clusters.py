@@ -43,7 +43,7 @@ def main() -> None:
             speed = round_tokens / (choice.round_seconds or 1.0)
             print(
                 f"| {cluster} | {jobs} | streamed over {choice.layout.workers} | {speed:,.0f} | "
-                f"{choice.waiting_share:.0%} | {choice.peak_device_bytes / 2**30:.1f} GiB | memory | | "
+                f"{choice.waiting_fraction:.0%} | {choice.peak_device_bytes / 2**30:.1f} GiB | memory | | "
                 f"{seconds:.1f} |"
             )
             continue

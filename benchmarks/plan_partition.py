@@ -120,8 +120,8 @@ def partition_row(shape: Shape, machine: Machine, tokens: int, microbatches: int
         step_seconds(partition, layers, host, microbatches)
         for partition in (largest_stages(layers, host), smallest_stages(layers, host))
     )
-    resident = sum(found.partition.resident)
-    stages = len(found.partition.resident)
+    resident = sum(found.partition.resident_stages)
+    stages = len(found.partition.resident_stages)
     return PartitionRow(
         shape.name,
         machine.name,

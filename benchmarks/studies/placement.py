@@ -23,7 +23,7 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.memory import MemoryModel, format_bytes, max_sample_tokens
 from weftune.plan.layout.choose import MAX_TOKENS
-from weftune.plan.layout.stages import StageLimit, balance
+from weftune.plan.layout.stages import StageLimit, balance_stages
 from weftune.plan.program.program import NOTHING, Recompute
 
 SAME_TIME_SHARE = 1e-3
@@ -159,7 +159,7 @@ def cut_stages(
         )
         for number in range(case.stages)
     ]
-    stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance(counted, limits))
+    stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance_stages(counted, limits))
     needs = (
         stage.resident_bytes(limit.microbatches_in_flight) + beside
         for stage, limit in zip(stages, limits, strict=True)

@@ -27,11 +27,11 @@ class Bound:
     meaning: str = ""
     """Meaning of the number, for error messages. Empty if the name of its key says enough."""
     whole: bool = False
-    none: bool = False
+    allows_none: bool = False
 
     def fault(self, value: Any) -> str | None:
         """Return the error message for `value`, or None if it is allowed."""
-        if value is None and self.none:
+        if value is None and self.allows_none:
             return None
         got = format_value(value)
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -55,7 +55,7 @@ class CodedWeight(Protocol):
     def codes(self) -> Tensor:
         """Return the codes (8-bit floats) of the weight, [N, K]."""
 
-    def turned(self) -> Tensor:
+    def transposed_codes(self) -> Tensor:
         """Return the transposed codes (8-bit floats) of the weight, [K, N]."""
 
     def scale(self) -> Tensor:
@@ -80,7 +80,7 @@ class CodedMatrix:
     """A weight in 8-bit floats, as three tensors: codes, transposed codes and scales."""
 
     codes_NK: Tensor
-    turned_KN: Tensor
+    transposed_codes_KN: Tensor
     scale_N: Tensor
     input_maxima: WholeMaxima | None = None
     output_maxima: WholeMaxima | None = None
@@ -93,8 +93,8 @@ class CodedMatrix:
     def codes(self) -> Tensor:
         return self.codes_NK
 
-    def turned(self) -> Tensor:
-        return self.turned_KN
+    def transposed_codes(self) -> Tensor:
+        return self.transposed_codes_KN
 
     def scale(self) -> Tensor:
         return self.scale_N
@@ -269,8 +269,8 @@ class CodedStack(StackedWeight):
     def codes(self) -> Tensor:
         return join_tensors([weight.codes() for weight in self.coded_parts], dim=0)
 
-    def turned(self) -> Tensor:
-        return join_tensors([weight.turned() for weight in self.coded_parts], dim=1)
+    def transposed_codes(self) -> Tensor:
+        return join_tensors([weight.transposed_codes() for weight in self.coded_parts], dim=1)
 
     def scale(self) -> Tensor:
         return join_tensors([weight.scale() for weight in self.coded_parts], dim=0)
@@ -325,7 +325,11 @@ class _CodedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
         weight: CodedWeight = ctx.weight
         maxima = weight.output_maxima
-        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype, maxima), None, None
+        return (
+            weight.multiply(dy_TN, weight.transposed_codes(), weight.scale(), None, ctx.dtype, maxima),
+            None,
+            None,
+        )
 
 
 def frozen_product_by(

@@ -14,8 +14,8 @@ from weftune.report.read import JobRecord, WindowLine
 from weftune.report.svg import (
     Axis,
     Figure,
+    LineStyle,
     Parallel,
-    Pen,
     Point,
     ReferenceLine,
     Series,
@@ -49,7 +49,7 @@ _MAX_LEVELS = 3
 validation rows."""
 
 _MIN_WINDOWS = 3
-_MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
+_MEASURED, _PREDICTED = LineStyle("#3b7ddd"), LineStyle("#8a94a6", "dash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class Chart:
 
     name: str
     title: str
-    words: str
+    caption: str
     figure: Figure | Parallel
 
 
-def job_line_style(index: int) -> Pen:
-    return Pen(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
+def job_line_style(index: int) -> LineStyle:
+    return LineStyle(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
 
 
 def draw_charts(
@@ -106,13 +106,13 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
         for index, points in enumerate(curves)
     ]
     bold = [_job_series(jobs, index, smooth_points(points)) for index, points in enumerate(curves)]
-    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped_trials else ''}"
+    caption = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped_trials else ''}"
     figure = Figure(
         x=_step_axis(curves),
         y=value_axis("loss", _axis_values(jobs, curves)),
         series=_thin_series([*grey, *faint, *bold]),
     )
-    return Chart(name="loss", title="Training loss", words=words, figure=figure)
+    return Chart(name="loss", title="Training loss", caption=caption, figure=figure)
 
 
 def _evaluation_chart(
@@ -142,11 +142,11 @@ def _evaluation_chart(
         unit=" %" if accuracy else "",
     )
     if accuracy:
-        words = "Validation tokens that the model itself would have chosen."
-        return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
-    words = "Dashed: the base without an adapter." if levels else ""
-    words = f"{words}{GREY_NOTE if dropped_trials else ''}".strip()
-    return Chart(name="validation", title="Validation loss", words=words, figure=figure)
+        caption = "Validation tokens that the model itself would have chosen."
+        return Chart(name="accuracy", title="Token accuracy", caption=caption, figure=figure)
+    caption = "Dashed: the base without an adapter." if levels else ""
+    caption = f"{caption}{GREY_NOTE if dropped_trials else ''}".strip()
+    return Chart(name="validation", title="Validation loss", caption=caption, figure=figure)
 
 
 def _percent(share: float | None) -> float | None:
@@ -178,17 +178,21 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
         return None
     series = [
         Series(
-            name="each window", points=thin_points(points), pen=_MEASURED, opacity=0.25, ignores_pointer=True
+            name="each window",
+            points=thin_points(points),
+            line_style=_MEASURED,
+            opacity=0.25,
+            ignores_pointer=True,
         ),
-        Series(name="tokens per second", points=thin_points(smooth_points(points)), pen=_MEASURED),
+        Series(name="tokens per second", points=thin_points(smooth_points(points)), line_style=_MEASURED),
     ]
     figure = Figure(
         x=value_axis("minutes of work", [0.0, points[-1].x], margin=0.0),
         y=value_axis("tokens per second", _finite_values([points]), starts_at_zero=True),
         series=series,
     )
-    words = "Tokens of all jobs together, window by window."
-    return Chart(name="throughput", title="Throughput", words=words, figure=figure)
+    caption = "Tokens of all jobs together, window by window."
+    return Chart(name="throughput", title="Throughput", caption=caption, figure=figure)
 
 
 def _predicted_chart(
@@ -208,13 +212,13 @@ def _predicted_chart(
         for promise, fact in zip(predicted_values, measured_values, strict=True)
         if promise is not None and fact
     ]
-    series = [Series(name="measured", points=thin_points(happened), pen=_MEASURED)]
-    words = "Nothing was predicted for this run."
+    series = [Series(name="measured", points=thin_points(happened), line_style=_MEASURED)]
+    caption = "Nothing was predicted for this run."
     if errors:
-        series.append(Series(name="predicted", points=thin_points(promised), pen=_PREDICTED))
-        words = "Dashed: as predicted just before the window ran."
+        series.append(Series(name="predicted", points=thin_points(promised), line_style=_PREDICTED))
+        caption = "Dashed: as predicted just before the window ran."
         if len(errors) >= MIN_WINDOWS and median(errors) <= MAX_ERROR:
-            words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
+            caption += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
         x=count_axis("window", 1, len(measured_values)),
         y=value_axis(unit, _finite_values([happened, promised]), starts_at_zero=True),
@@ -222,18 +226,18 @@ def _predicted_chart(
         legend=True,
         unit=f" {unit}",
     )
-    return Chart(name=name, title=title, words=words, figure=figure)
+    return Chart(name=name, title=title, caption=caption, figure=figure)
 
 
 def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Series:
-    return Series(name=jobs[index].name, points=points, pen=job_line_style(index), group=str(index))
+    return Series(name=jobs[index].name, points=points, line_style=job_line_style(index), group=str(index))
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
     """Return the curve of a trial that was dropped from its sweep. It is drawn behind all other curves, and
     its name is shown only on hover."""
-    grey = Pen(DROPPED_COLOUR)
-    return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
+    grey = LineStyle(DROPPED_COLOUR)
+    return Series(name=job.name, points=points, line_style=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
 def _thin_series(series: Sequence[Series]) -> list[Series]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.jobs.sweeps.record import SweepRecord, flatten, leading_trials
+from weftune.jobs.sweeps.record import SweepRecord, flatten_mapping, leading_trials
 from weftune.objectives.spec import OBJECTIVES
 from weftune.report.read import JobRecord, MetricLine, Run
 from weftune.report.words import count_noun, loss_text
@@ -166,7 +166,7 @@ def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
 
 
 def flat_spec(job: JobRecord) -> dict[str, Any]:
-    return {key: value for key, value in flatten("", job.spec) if key != "name"}
+    return {key: value for key, value in flatten_mapping("", job.spec) if key != "name"}
 
 
 def value_text(value: Any) -> str:

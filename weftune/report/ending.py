@@ -23,7 +23,7 @@ from weftune.jobs.sweeps.record import (
     setting_text,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
 )
 from weftune.report.compare import base_validation, best_jobs, first_loss, kept_validation, sort_by_result
@@ -196,7 +196,7 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
 
 def _sweep_heading(record: SweepRecord) -> str:
     states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
-    share = trained_share(record)
+    share = trained_fraction(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
     return f"{record.name}: {count_noun(len(record.trials), 'trial')}, {states}{saved}"
 

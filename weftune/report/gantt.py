@@ -378,7 +378,7 @@ class TimelineChart:
 
     name: str
     title: str
-    words: str
+    caption: str
     data: Mapping[str, Any]
 
 
@@ -401,8 +401,8 @@ def _timeline_chart(
     )
     is_cut = len(timeline.bars) >= MAX_BARS or data["drawn"] < data["all"]
     cut = f" Drawn are its first {data['drawn']:,} actions." if is_cut else ""
-    words = f"The last window in which jobs trained: {timeline.seconds:.3g} s.{cut}"
-    return TimelineChart(name=name, title=title, words=words, data=data)
+    caption = f"The last window in which jobs trained: {timeline.seconds:.3g} s.{cut}"
+    return TimelineChart(name=name, title=title, caption=caption, data=data)
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:

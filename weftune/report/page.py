@@ -32,7 +32,7 @@ from weftune.report.evaluation import BARE_BASE, MAX_ROWS, metric_title, score_t
 from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
 from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
-from weftune.report.svg import Pen
+from weftune.report.svg import LineStyle
 from weftune.report.sweep_page import sweep_view
 from weftune.report.template import Tile, render
 from weftune.report.words import (
@@ -120,14 +120,14 @@ class JobView:
     snippet: str
     command: str
     remedies: tuple[Remedy, ...]
-    trial: bool
+    is_trial: bool
     """Whether the job is a trial of a sweep, and therefore listed in the sweep's table."""
-    dropped: bool
+    is_dropped: bool
     """Whether the job was dropped from its sweep. Such a job has no adapter, and the user does not have to do
     anything."""
 
     @property
-    def pen(self) -> Pen:
+    def line_style(self) -> LineStyle:
         return job_line_style(self.index)
 
     @property
@@ -143,17 +143,17 @@ class JobView:
     @property
     def has_no_adapter(self) -> bool:
         """Whether the job ended or waits without an adapter. Such jobs are listed at the top of the page."""
-        return self.job.state in _STOPPED and not self.dropped
+        return self.job.state in _STOPPED and not self.is_dropped
 
     @property
     def has_curves(self) -> bool:
         """Whether the job's curves are in the charts, with a colour and dashes that no other job has."""
-        return self.index < MAX_CURVES and not self.dropped
+        return self.index < MAX_CURVES and not self.is_dropped
 
     @property
     def has_instructions(self) -> bool:
         """Whether the report contains code that uses the job's adapter, or a command that resumes the job."""
-        if self.dropped or (self.trial and self.job.state == "failed"):
+        if self.is_dropped or (self.is_trial and self.job.state == "failed"):
             # The sweep has decided without it, and does not admit it again.
             return False
         return self.has_no_adapter or self.index < _MAX_DETAILS
@@ -179,8 +179,8 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
     jobs = _sorted_jobs(run)
     views = _job_views(run, jobs)
-    table = [view for view in views if not view.trial]
-    charts = draw_charts(jobs, run.windows, run.dropped)
+    table = [view for view in views if not view.is_trial]
+    charts = draw_charts(jobs, run.windows, run.dropped_trials)
     pipeline = timeline_charts(timelines) if timelines else ()
     values = {
         "title": run.output.resolve().name,
@@ -306,7 +306,7 @@ def _effort_sentences(run: Run) -> list[str]:
 
 
 def _run_tiles(run: Run) -> list[Tile]:
-    dropped = run.dropped
+    dropped = run.dropped_trials
     states = Counter("dropped" if job.name in dropped else str(job.state) for job in run.jobs)
     succeeded = states.pop("succeeded", 0)
     detail = ", ".join(f"{count} {state}" for state, count in states.items())
@@ -336,7 +336,7 @@ def _run_tiles(run: Run) -> list[Tile]:
 
 def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
     """Return the jobs as the report shows them. `jobs` are in the order of the table."""
-    trials, dropped = run.trials, run.dropped
+    trials, dropped = run.trials, run.dropped_trials
     plain = [job for job in jobs if job.name not in trials]
     best = best_jobs(plain)
     columns = _setting_columns(plain)
@@ -361,8 +361,8 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             snippet=load_snippet(base, folder) if usable and base is not None else "",
             command=generate_command(folder) if usable else "",
             remedies=remedies(job, run.command),
-            trial=job.name in trials,
-            dropped=job.name in dropped,
+            is_trial=job.name in trials,
+            is_dropped=job.name in dropped,
         )
         views.append(view)
     return views

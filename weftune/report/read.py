@@ -130,7 +130,7 @@ class Run:
         return frozenset(trial.name for sweep in self.sweeps for trial in sweep.trials)
 
     @property
-    def dropped(self) -> frozenset[str]:
+    def dropped_trials(self) -> frozenset[str]:
         """Names of the trials that were dropped from their sweeps. They do not count as failures."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"

@@ -20,7 +20,7 @@ from weftune.report.read import JobRecord, Run
 class Remedy:
     """An action that may solve the problem of a job without a finished adapter, with the command for it."""
 
-    words: str
+    description: str
     command: str
 
 

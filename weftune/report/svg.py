@@ -76,7 +76,7 @@ DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class LineStyle:
     """Colour and dashes of a line."""
 
     colour: str
@@ -115,7 +115,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    pen: Pen
+    line_style: LineStyle
     width: float = 2.0
     opacity: float = 1.0
     line: bool = True
@@ -276,24 +276,24 @@ def _legend_html(figure: Figure) -> Markup:
     if not figure.legend:
         return Markup("")
     entries = Markup("").join(
-        Markup("<li>{}{}</li>").format(pen_html(one.pen, dots=not one.line), one.name)
+        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, dots=not one.line), one.name)
         for one in figure.series
         if not one.ignores_pointer
     )
     return Markup('<ul class="keys">{}</ul>').format(entries)
 
 
-def pen_html(pen: Pen, dots: bool = False) -> Markup:
+def line_sample_html(line_style: LineStyle, dots: bool = False) -> Markup:
     """Return a short line with this colour and dashes as HTML, for legends and tables."""
     if dots:
         return Markup(
             '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
             '<circle cx="5" cy="5" r="4" fill="{}"/></svg>'
-        ).format(pen.colour)
+        ).format(line_style.colour)
     return Markup(
         '<svg class="pen" viewBox="0 0 22 4" aria-hidden="true"><line x1="0" y1="2" x2="22" y2="2" '
         'stroke="{}" stroke-width="3.5" stroke-dasharray="{}"/></svg>'
-    ).format(pen.colour, pen.dashes)
+    ).format(line_style.colour, line_style.dashes)
 
 
 def _tick_html(axis: str, percent: float, text: str) -> Markup:
@@ -317,7 +317,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
         else (_x_coordinate(figure.x.position(point.x)), _y_coordinate(figure.y.position(point.y)))
         for point in series.points
     ]
-    attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.pen.colour)
+    attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.line_style.colour)
     if series.group:
         attributes += Markup(' data-group="{}"').format(series.group)
     if series.opacity < 1:
@@ -331,7 +331,11 @@ def _series_html(figure: Figure, series: Series) -> Markup:
     known = [place for place in places if place is not None]
     drawn = Markup("")
     if series.line and len(known) > 1:
-        dash = f' stroke-dasharray="{DASHES[series.pen.dash_style]}"' if DASHES[series.pen.dash_style] else ""
+        dash = (
+            f' stroke-dasharray="{DASHES[series.line_style.dash_style]}"'
+            if DASHES[series.line_style.dash_style]
+            else ""
+        )
         drawn += Markup('<path class="curve" d="{}" {} stroke-width="{:g}"{}/>').format(
             _svg_path(places), attributes, series.width, Markup(dash)
         )

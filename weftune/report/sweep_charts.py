@@ -25,8 +25,8 @@ from weftune.report.charts import DROPPED_COLOUR, Chart
 from weftune.report.svg import (
     Axis,
     Figure,
+    LineStyle,
     Parallel,
-    Pen,
     Point,
     ReferenceLine,
     Series,
@@ -50,7 +50,7 @@ with a larger distance are outliers, which are drawn at the end of the axis."""
 _FEWEST = 6
 """Minimum number of values of a metric for which outliers are determined."""
 
-Pens = Mapping[str, Pen]
+LineStyles = Mapping[str, LineStyle]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class TrialAxis:
     ticks: tuple[tuple[float, str], ...]
 
 
-def sweep_charts(record: SweepRecord, line_styles: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
+def sweep_charts(
+    record: SweepRecord, line_styles: LineStyles, base_loss: float | None = None
+) -> tuple[Chart, ...]:
     """Return a chart of all trials in parallel coordinates, and a chart for each swept key. Return an empty
     tuple if nothing is measured yet. `line_styles` maps trials to the colours and dashes of their curves; all
     other trials are grey. `base_loss` is drawn as a dashed line."""
@@ -104,7 +106,7 @@ def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, sec
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _parallel_chart(record: SweepRecord, keys: Sequence[str], line_styles: Pens) -> Chart:
+def _parallel_chart(record: SweepRecord, keys: Sequence[str], line_styles: LineStyles) -> Chart:
     names = shorten_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
@@ -116,21 +118,21 @@ def _parallel_chart(record: SweepRecord, keys: Sequence[str], line_styles: Pens)
     return Chart(
         name=f"sweep-{record.name}",
         title="Values and results",
-        words=f"A line is a trial.{ends}{failed} {better}",
+        caption=f"A line is a trial.{ends}{failed} {better}",
         figure=Parallel(
             [Axis(label=axis.name, min_value=0, max_value=1, ticks=axis.ticks) for axis in axes], series
         ),
     )
 
 
-def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: Pens) -> Series:
+def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: LineStyles) -> Series:
     points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.positions]
-    pen = line_styles.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
-    bold = pen is not None and trial.state != "failed"
+    line_style = line_styles.get(trial.name) if trial.state != "failed" else LineStyle("#dc4646", "dot")
+    bold = line_style is not None and trial.state != "failed"
     return Series(
         name=trial.name,
         points=[Point(at, axis.positions[trial.name]) for at, axis in points],
-        pen=pen or Pen(DROPPED_COLOUR),
+        line_style=line_style or LineStyle(DROPPED_COLOUR),
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
         dots=True,
@@ -208,7 +210,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
         legend=len(series) > 1,
         height=200,
     )
-    return Chart(name=f"sweep-{record.name}-{key}", title=key, words="", figure=figure)
+    return Chart(name=f"sweep-{record.name}-{key}", title=key, caption="", figure=figure)
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
@@ -251,7 +253,7 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
     return Series(
         name=f"step {record.rungs[rung]}" if record.rungs else "end",
         points=[Point(scale.position(value), score) for _, value, score in found],
-        pen=Pen(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
+        line_style=LineStyle(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
         width=3.0 + 2 * is_last,
         line=False,
         tooltips=[

@@ -22,14 +22,14 @@ from weftune.jobs.sweeps.record import (
     setting_text,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
 )
 from weftune.report.charts import Chart
 from weftune.report.compare import base_validation, has_enough_rows
 from weftune.report.read import Run
 from weftune.report.snippets import base_spec, generate_command, load_snippet
-from weftune.report.svg import Pen
+from weftune.report.svg import LineStyle
 from weftune.report.sweep_charts import sweep_charts
 from weftune.report.template import Tile
 from weftune.report.words import (
@@ -58,7 +58,7 @@ class TrialView:
 
     rank: str
     name: str
-    pen: Pen | None
+    line_style: LineStyle | None
     index: int | None
     """Index of the trial's commands at the end of the page. None if the trial has no commands there."""
     badge: str
@@ -102,7 +102,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         for rank, trial in enumerate(rank_trials(record), start=1)
     ]
     shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
-    line_styles = {name: view.pen for name, view in views.items() if view.has_curves}
+    line_styles = {name: view.line_style for name, view in views.items() if view.has_curves}
     jobs = [views[trial.name].job for trial in record.trials if trial.name in views]
     base_losses = [loss for job in jobs if (loss := base_validation(job))]
     folders = [best_folder(output / record.name, trial.name) for trial in best]
@@ -157,7 +157,7 @@ def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
         ),
         Tile("trials to the end", f"{ended.get('finished', 0)} of {record.count}", others),
     ]
-    share = trained_share(record)
+    share = trained_fraction(record)
     if share is not None:
         detail = f"{record.samples.trained:,} of the {record.samples.all:,} that all trials would take"
         tiles.append(Tile("samples trained", f"{100 * share:.0f} %", detail))
@@ -188,7 +188,7 @@ def _trial_view(
     return TrialView(
         rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NO_VALUE,
         name=trial.name,
-        pen=view.pen if view is not None and view.has_curves else None,
+        line_style=view.line_style if view is not None and view.has_curves else None,
         index=view.index if view is not None and view.has_instructions else None,
         badge=badge,
         values=tuple(setting_text(values[key]) if key in values else NO_VALUE for key in keys),

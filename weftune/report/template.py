@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from weftune.report.svg import Figure, figure_html, pen_html
+from weftune.report.svg import Figure, figure_html, line_sample_html
 from weftune.report.words import split_breakable
 
 
@@ -49,7 +49,7 @@ def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any
         script=Markup(script),
         figure=figure_html,
         breakable=split_breakable,
-        pen=pen_html,
+        line_sample=line_sample_html,
     )
 
 

@@ -29,9 +29,9 @@ def accuracy_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def points_text(old_share: float, new_share: float) -> str:
+def points_text(old_fraction: float, new_fraction: float) -> str:
     """Format the change of a fraction in percentage points."""
-    return f"{100 * (new_share - old_share):+.1f} points".replace("-", "−")
+    return f"{100 * (new_fraction - old_fraction):+.1f} points".replace("-", "−")
 
 
 def duration_text(seconds: float | None) -> str:

@@ -27,7 +27,7 @@ from weftune.jobs.sweeps.record import (
     rung_sentence,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
     write_record,
 )
@@ -225,7 +225,7 @@ def test_numbers_have_few_letters(number: float, text: str) -> None:
 def test_states_are_counted_and_the_share_is_of_all_trials_to_their_end() -> None:
     assert counts(sweep_record()) == {"finished": 3, "left": 20, "failed": 1}
     steps = 3 * 200 + 5 * 60 + 15 * 20 + 4
-    assert trained_share(sweep_record()) == pytest.approx(steps / (24 * 200))
+    assert trained_fraction(sweep_record()) == pytest.approx(steps / (24 * 200))
 
 
 def test_the_steps_that_are_left_reckon_with_those_who_will_leave() -> None:

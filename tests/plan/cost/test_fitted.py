@@ -10,7 +10,7 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
 from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import StateTime, pass_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
@@ -38,7 +38,7 @@ def memory(**changes) -> MemoryModel:
 
 
 def fitted_models(**changes) -> FittedModels:
-    return FittedModels(initial_cost=arithmetic(SHAPE), memory=memory(**changes))
+    return FittedModels(initial_cost=uncalibrated_cost_model(SHAPE), memory=memory(**changes))
 
 
 def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
@@ -82,8 +82,8 @@ def test_reserved_bytes_that_a_decoder_does_not_use_are_in_no_peak_but_in_every_
     assert idle.predict_window(one, SHAPES).peak_bytes == predicted - unused
     usual.record_outcome(one, SHAPES, outcome(one, peak=predicted))
     idle.record_outcome(one, SHAPES, outcome(one, peak=predicted - unused))
-    assert idle.fitted.fit.activations == pytest.approx(usual.fitted.fit.activations)
-    assert idle.fitted.fit.state == pytest.approx(usual.fitted.fit.state)
+    assert idle.fitted_memory.fit.activations == pytest.approx(usual.fitted_memory.fit.activations)
+    assert idle.fitted_memory.fit.state == pytest.approx(usual.fitted_memory.fit.state)
     # The decoder may use them while the jobs train that are admitted now.
     assert idle.memory.least_bytes(JOBS) == fitted_models().memory.least_bytes(JOBS) + unused
 
@@ -190,10 +190,10 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
     for _ in range(2):
         run.record_outcome(one, SHAPES, outcome(one, peak=8 << 30))
         assert run.adopt_fitted_models()
-    assert run.fitted.fit.slack > 1.5 * known.slack
+    assert run.fitted_memory.fit.slack > 1.5 * known.slack
     assert run.memory.fit.slack == known.slack
-    assert run.memory.fit.activations == run.fitted.fit.activations
-    assert run.memory.fit.error == run.fitted.fit.error
+    assert run.memory.fit.activations == run.fitted_memory.fit.activations
+    assert run.memory.fit.error == run.fitted_memory.fit.error
 
 
 def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
@@ -265,7 +265,7 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
     shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
     memory = MemoryModel(shape, 6 << 30, uses_fused_ops=True)
     long = [JobShape("a", 0, 0, 1000, 100_000)]
-    fitted_models = FittedModels(initial_cost=arithmetic(shape), memory=memory)
+    fitted_models = FittedModels(initial_cost=uncalibrated_cost_model(shape), memory=memory)
     before, found = memory.choose_recompute(long, 8192), []
     while fitted_models.recompute_more(long, 8192):
         found.append(fitted_models.memory.choose_recompute(long, 8192))
@@ -281,7 +281,7 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
 def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_that_frees_nothing() -> None:
     small = [JobShape("a", 0, 0, 10, 100)]
     memory = MemoryModel(SHAPE, 40 << 30, process_bytes=38 << 30)
-    fitted_models = FittedModels(initial_cost=arithmetic(SHAPE), memory=memory)
+    fitted_models = FittedModels(initial_cost=uncalibrated_cost_model(SHAPE), memory=memory)
     assert not fitted_models.recompute_more(small, 20)
     assert memory.misfit_reason(small) is None
 

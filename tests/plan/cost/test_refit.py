@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.costs import SHAPE, TRUTH, draw, measured, step, work
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.refit import MAX_MEASUREMENTS, Times, refit_cost_model
 from weftune.plan.cost.time import PassTime, Terms
 
@@ -38,7 +38,9 @@ def test_a_machine_that_is_slower_throughout_is_followed() -> None:
 
 def test_counted_proportions_and_some_passes_predict_passes_of_other_sizes() -> None:
     dice = random.Random(2)
-    fitted = refit_cost_model(arithmetic(SHAPE), Times(passes=[measured(draw(dice)) for _ in range(40)]))
+    fitted = refit_cost_model(
+        uncalibrated_cost_model(SHAPE), Times(passes=[measured(draw(dice)) for _ in range(40)])
+    )
     assert fitted.measured
     errors = [error(fitted, draw(dice)) for _ in range(200)]
     assert sum(errors) / len(errors) < 0.05
@@ -79,7 +81,7 @@ def test_no_term_is_ever_negative(passes: list[tuple[int, float, float, bool]]) 
             for tokens, f, b, training in passes
         ]
     )
-    fitted = refit_cost_model(arithmetic(SHAPE), times)
+    fitted = refit_cost_model(uncalibrated_cost_model(SHAPE), times)
     for terms in (fitted.forward, fitted.backward, fitted.evaluation):
         assert isinstance(terms, Terms)
         assert min(terms.values()) >= 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.layout.seats import too_large
 from weftune.plan.layout.split import JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.program.program import GlobalBatch, PlacedSample
@@ -76,7 +76,7 @@ def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000)
 
 
 def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
-    cost = arithmetic(SHAPE)
+    cost = uncalibrated_cost_model(SHAPE)
     plain = job_seconds(work(), cost, 1024)
     assert job_seconds(work(steps=20), cost, 1024) == pytest.approx(2 * plain)
     assert job_seconds(work(lengths=(100, 120)), cost, 1024) > 1.5 * plain

@@ -107,7 +107,7 @@ def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share
     assert choice.device_bytes <= device.budget_bytes
     assert choice.host_bytes <= device.host_budget_bytes
     assert choice.capacity >= max(one.max_sample_tokens for one in jobs)
-    assert 0.0 <= choice.waiting_share < 1.0
+    assert 0.0 <= choice.waiting_fraction < 1.0
     assert choice.layout.layers == layers
     plan_window([course("a", [[1, 1], [1]])], choice.layout, choice.capacity)
 
@@ -274,7 +274,7 @@ def test_a_cut_of_eighty_layers_is_found_in_seconds():
     began = process_time()
     choice = choose_stream(shape, together, device, 8192, 8 * 902)
     assert process_time() - began < 10 * core_slowness()
-    assert choice.waiting_share < 0.01
+    assert choice.waiting_fraction < 0.01
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), max_size=12))
@@ -291,7 +291,7 @@ def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.is_resident
     assert choice.layout.for_worker(0).streamed_stages == ()
-    assert (choice.host_bytes, choice.waiting_share, choice.capacity) == (0, 0.0, 256)
+    assert (choice.host_bytes, choice.waiting_fraction, choice.capacity) == (0, 0.0, 256)
     assert choice.reason.startswith(
         "nothing is streamed, since the base, the adapters and their passes need 5."
     )
@@ -373,7 +373,7 @@ def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
     assert f"streamed in {len(choice.layout.stages)} stages of" in choice.reason
     assert f"{stays} of them resident" in choice.reason
     assert f"in {choice.layout.slot_counts[0]} slot" in choice.reason
-    assert f"waits for the host in {choice.waiting_share:.0%} of a step" in choice.reason
+    assert f"waits for the host in {choice.waiting_fraction:.0%} of a step" in choice.reason
 
 
 def test_capacities_are_halves_down_to_the_longest_sample_and_none_beyond_a_round():

@@ -177,8 +177,10 @@ def _type_bounds(type_hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
             yield from _type_bounds(below, (*location, name))
     elif get_origin(type_hint) is Annotated:
         kinds = get_args(type_hint.__origin__) or (type_hint.__origin__,)
-        whole, none = int in kinds, NoneType in kinds
-        yield from ((location, replace(one, whole=whole, none=none)) for one in type_hint.__metadata__)
+        whole, allows_none = int in kinds, NoneType in kinds
+        yield from (
+            (location, replace(one, whole=whole, allows_none=allows_none)) for one in type_hint.__metadata__
+        )
     else:
         is_same = get_origin(type_hint) in (Union, UnionType, Required)
         for below in get_args(type_hint):

@@ -24,7 +24,7 @@ class QueuedJob:
     """Sizes of the job, and the priority that the user requested."""
     is_attached: bool = False
     tenant: str = ""
-    submitted: int = 0
+    submission_number: int = 0
     """Serial number of the submission. Later submissions have larger numbers."""
     queued_seconds: float = 0.0
     """Total seconds for which the job has waited, including before its first admission."""
@@ -102,7 +102,11 @@ class FairShare:
         by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in sorted(
             jobs,
-            key=lambda job: (*self._aged_priority(job, current_time), not job.is_attached, job.submitted),
+            key=lambda job: (
+                *self._aged_priority(job, current_time),
+                not job.is_attached,
+                job.submission_number,
+            ),
         ):
             by_tenant[job.tenant].append(job)
         hold_reasons: dict[str, str] = {}
@@ -151,7 +155,7 @@ def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranki
     with equal keys get the same priority and are ordered by submission."""
     levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
     ranked = {
-        job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submitted)
+        job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submission_number)
         for job in jobs
     }
     return Ranking(

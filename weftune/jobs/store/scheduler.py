@@ -20,7 +20,7 @@ from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, 
 @dataclass(frozen=True, slots=True)
 class Admission:
     admitted_names: tuple[str, ...]
-    preempted: Mapping[str, str]
+    preempted_by: Mapping[str, str]
     """Maps each preempted job to the job of higher priority that is admitted instead."""
     wait_reasons: Mapping[str, str]
     """Maps each waiting job to the reason why it must wait. Jobs that are preempted at this boundary are left
@@ -45,13 +45,15 @@ def admit_jobs(
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
     seats = assign_seats(possible, attached_jobs, fits, overtake_counts)
-    present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated}
-    admitted = [job for job in seats.seated if job.name not in present]
+    present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated_jobs}
+    admitted = [job for job in seats.seated_jobs if job.name not in present]
     order = order_for_seats(possible, attached_jobs)
     counts = _count_overtakes(order, seated, present, overtake_counts or {})
     return Admission(
         admitted_names=tuple(job.name for job in admitted),
-        preempted={job.name: _replacing_job(job, admitted) for job in seats.unseated if job.name in present},
+        preempted_by={
+            job.name: _replacing_job(job, admitted) for job in seats.unseated_jobs if job.name in present
+        },
         wait_reasons=_wait_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
@@ -84,11 +86,11 @@ def _count_overtakes(
 def _wait_reasons(
     seats: Seats, attached_names: set[str], counts: Mapping[str, int], fits: Fits
 ) -> dict[str, str]:
-    queue = [job for job in seats.unseated if job.name not in attached_names]
+    queue = [job for job in seats.unseated_jobs if job.name not in attached_names]
     reasons: dict[str, str] = {}
     behind = ""
     for job in queue:
-        reasons[job.name] = behind or fits([*seats.seated, job]) or ""
+        reasons[job.name] = behind or fits([*seats.seated_jobs, job]) or ""
         if counts[job.name] >= MAX_OVERTAKES:
             behind = f"it waits behind {job.name}, which no job may overtake any more"
         elif not behind:

@@ -99,10 +99,10 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
     return tuple((first, rung) for first, rung in zip(firsts, rungs, strict=True) if first <= rung)
 
 
-def kept_trial_count(kept_share: float, count: int) -> int:
-    """Return how many of `count` trials continue after a rung, where `kept_share` is the fraction that
+def kept_trial_count(kept_fraction: float, count: int) -> int:
+    """Return how many of `count` trials continue after a rung, where `kept_fraction` is the fraction that
     continues."""
-    return count if kept_share >= 1 else max(1, to_steps(kept_share, count))
+    return count if kept_fraction >= 1 else max(1, to_steps(kept_fraction, count))
 
 
 def sort_value(value: float | None, mode: Mode) -> float:

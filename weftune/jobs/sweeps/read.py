@@ -269,7 +269,7 @@ def _range_faults(key: str, value: Mapping[str, Any], location: Loc) -> Iterator
     wrong = [
         Fault((*location, name), sentence)
         for name, end in ends
-        if (sentence := replace(bound, none=False).fault(end))
+        if (sentence := replace(bound, allows_none=False).fault(end))
     ]
     yield from wrong
     if len(ends) < 2:

@@ -257,7 +257,7 @@ def counts(record: SweepRecord) -> Mapping[str, int]:
     return {state: found[state] for state in STATES if found[state]}
 
 
-def trained_share(record: SweepRecord) -> float | None:
+def trained_fraction(record: SweepRecord) -> float | None:
     """Return the number of samples that a sweep has trained on so far, as a fraction of the samples if no
     trial left."""
     return record.samples.trained / record.samples.all if record.samples.all else None
@@ -266,18 +266,18 @@ def trained_share(record: SweepRecord) -> float | None:
 # -- values ---------------------------------------------------------------------------------------------
 
 
-def flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_mapping(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every leaf of a nested mapping. Keys begin with `prefix`."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(f"{prefix}{key}.", value)
+            yield from flatten_mapping(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value
 
 
 def flat_trial_values(trial: TrialRecord) -> dict[str, Any]:
     """Map dotted keys to a trial's values, such as `adapter.rank: 8` for `adapter: {rank: 8}`."""
-    return dict(flatten("", trial.values))
+    return dict(flatten_mapping("", trial.values))
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:

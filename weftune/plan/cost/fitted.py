@@ -91,7 +91,7 @@ class FittedModels:
     windows: int = 0
     cost: CostModel = field(init=False)
     """Time model for predictions, which is refitted after every window."""
-    fitted: MemoryModel = field(init=False)
+    fitted_memory: MemoryModel = field(init=False)
     """Memory model for predictions, which is refitted after every window."""
     initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
@@ -110,7 +110,7 @@ class FittedModels:
     _last_window_content: object = None
 
     def __post_init__(self) -> None:
-        self.cost, self.fitted, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
+        self.cost, self.fitted_memory, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
 
     def state_record(self) -> dict[str, Any]:
         """Return the state that a resumed run needs to make the same plans, as a JSON-compatible dict."""
@@ -135,7 +135,7 @@ class FittedModels:
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no record of a run's models: {error}") from None
         self.memory = replace(self.memory, fit=fit)
-        self.fitted = self.memory
+        self.fitted_memory = self.memory
 
     def predict_window(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
@@ -144,14 +144,14 @@ class FittedModels:
         the program; None selects the fitted time model."""
         content = _window_content(program)
         changed, self._last_window_content = content != self._last_window_content, content
-        need = window_need(self.fitted, list(shapes.values()), program)
+        need = window_need(self.fitted_memory, list(shapes.values()), program)
         seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
             seconds += self.first_seconds
         return WindowPrediction(
             seconds=seconds,
-            peak_bytes=need.total_bytes(self.fitted.fit) - self.unused_decoder_bytes(),
-            error_bytes=self.fitted.fit.error,
+            peak_bytes=need.total_bytes(self.fitted_memory.fit) - self.unused_decoder_bytes(),
+            error_bytes=self.fitted_memory.fit.error,
             source="each stage's own passes" if price else self.cost.source,
             version=self.version,
             changed=changed,
@@ -172,7 +172,7 @@ class FittedModels:
             need = window_need(self.memory, list(shapes.values()), program)
             need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())
             self.peaks.append(Peak(need, outcome.peak_bytes))
-        self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
+        self.fitted_memory = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
         if (seconds := outcome.row_seconds()) is not None:
             self.row_times = [*self.row_times, seconds][-RECENT:]
         self.windows += 1
@@ -225,8 +225,8 @@ class FittedModels:
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
         # that would run.
-        error = max(self.fitted.fit.error, self.least_error)
-        fit = replace(self.fitted.fit, slack=self.initial_fit.slack, error=error)
+        error = max(self.fitted_memory.fit.error, self.least_error)
+        fit = replace(self.fitted_memory.fit, slack=self.initial_fit.slack, error=error)
         # Replays of captured passes use memory that no counter shows, so factors of fused layers never
         # decrease.
         self.memory = replace(

@@ -83,7 +83,7 @@ def counted_terms(shape: ModelShape) -> DirectionTerms:
     )
 
 
-def arithmetic(shape: ModelShape) -> CostModel:
+def uncalibrated_cost_model(shape: ModelShape) -> CostModel:
     """Return a time model whose coefficients have the right proportions but no unit. The first measured
     passes of a run determine the seconds."""
     model = counted_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")

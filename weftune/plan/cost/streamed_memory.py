@@ -275,15 +275,15 @@ class StreamedMemory:
         )
 
     def parts(
-        self, sizes: Sequence[int], resident: Sequence[bool], slots: int, worker: int, stages: int
+        self, sizes: Sequence[int], resident_stages: Sequence[bool], slots: int, worker: int, stages: int
     ) -> tuple[int, int, int]:
         """Return the bytes of weights, of adapter state and of activations on a worker's device.
 
-        `sizes` and `resident` contain, for each of its stages, the number of layers and whether the stage
-        stays on the device. `slots` is the number of slots for streamed stages, and `stages` the number of
-        stages of all workers.
+        `sizes` and `resident_stages` contain, for each of its stages, the number of layers and whether the
+        stage stays on the device. `slots` is the number of slots for streamed stages, and `stages` the number
+        of stages of all workers.
         """
-        passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
+        passing = [size for size, stays in zip(sizes, resident_stages, strict=True) if not stays]
         own, largest = sum(sizes), max(sizes)
         # Resident layers have memory of their own, streamed ones share the slots.
         present = own - sum(passing) + min(slots, len(passing)) * max(passing, default=0)

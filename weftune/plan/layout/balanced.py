@@ -21,7 +21,7 @@ Buckets = tuple[tuple[int, ...], ...]
 """Indices of the latencies in each bucket."""
 
 
-def balance(latencies: Sequence[float], count: int) -> Buckets:
+def balance_latencies(latencies: Sequence[float], count: int) -> Buckets:
     """Return `count` buckets, none of them empty, over which the latencies are distributed evenly."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
     buckets = improve_by_moves(assign_longest_first(latencies, count), latencies)

@@ -26,7 +26,7 @@ from weftune.plan.cost.memory import (
     answers_bytes,
     format_bytes,
 )
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import (
     fit_profile_memory,
@@ -195,7 +195,7 @@ class LayoutChoice:
     """Predicted peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
     """Bytes of host memory that all workers together need."""
-    waiting_share: float = 0.0
+    waiting_fraction: float = 0.0
     """Fraction of a round's time in which devices wait for the host."""
     reason: str
     """Reason for the choice, as the rest of a sentence that begins with `The base is`."""
@@ -276,7 +276,7 @@ class LayoutChoice:
         """Predicted speed of training before the run has measured anything."""
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
-        cost, machine = self.cost_model or arithmetic(self.shape), self.machine
+        cost, machine = self.cost_model or uncalibrated_cost_model(self.shape), self.machine
         if machine.on_gpu and machine.device_flops is not None and not cost.measured:
             # A shard has a part of every matrix product. Stages and replicas work at the same time.
             workers = self.layout.workers * self.layout.replicas
@@ -458,7 +458,7 @@ def _offload_optimizer(
         attached_jobs=together,
         peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
         host_bytes=host_bytes,
-        waiting_share=share,
+        waiting_fraction=share,
         reason=why,
         user_note=f"The base is {why}.",
         window_rounds=TRAVEL_ROUNDS,
@@ -546,7 +546,7 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     )
     return replace(
         choice,
-        cost_model=cost.times(1 / (1 - choice.waiting_share)),
+        cost_model=cost.times(1 / (1 - choice.waiting_fraction)),
         first_pass_seconds=profile.first_seconds,
     )
 
@@ -583,7 +583,7 @@ def _streamed_choice(
         round_seconds=choice.round_seconds,
         peak_device_bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
-        waiting_share=choice.waiting_share,
+        waiting_fraction=choice.waiting_fraction,
         reason=choice.reason,
         user_note=f"The base is {choice.reason}.",
         reads_weight_files=choice.reads_weight_files,
@@ -725,7 +725,7 @@ def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShap
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = too_large(first, memory.misfit_reason)
-    return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated
+    return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated_jobs
 
 
 def peak_device_bytes(memory: MemoryModel, attached_jobs: Sequence[JobShape], max_tokens: int) -> int:

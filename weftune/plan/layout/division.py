@@ -110,11 +110,11 @@ class WindowPrice:
 
     tokens: int
     seconds: float
-    computed: float
+    computing_fraction: float
     """Fraction of the time in which the devices compute."""
     seconds_without_link: float
     """Predicted seconds of the window if transfers between devices took no time."""
-    recomputed: float
+    recomputing_fraction: float
     """Fraction of the computing time that is spent on recomputing forwards in the backward."""
     peak_bytes: int
     capacity: int
@@ -328,12 +328,12 @@ def _make_candidate(
     work that belongs to this share."""
     used = division.devices / devices
     even = 1 / (part * division.shares)
-    idle_fraction = 1.0 - price.computed * used * even
+    idle_fraction = 1.0 - price.computing_fraction * used * even
     link = 1.0 - price.seconds_without_link / price.seconds
-    waits = 1.0 - price.computed - link
+    waits = 1.0 - price.computing_fraction - link
     losses = {
         # Waits are longer where jobs wait for memory, since fewer jobs fill them.
-        "memory": price.recomputed * price.computed + (0.0 if has_room else waits),
+        "memory": price.recomputing_fraction * price.computing_fraction + (0.0 if has_room else waits),
         "link": link,
         "bubbles" if division.stages > 1 else "Steps": waits,
         "jobs": 1.0 - even,

@@ -63,12 +63,12 @@ class _Problem:
         return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
 
     def seconds(self, draft: StreamPartition) -> float:
-        return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
+        return stages_seconds(self.stages(draft), draft.resident_stages, self.host, self.microbatches)
 
     def excess(self, draft: StreamPartition) -> int:
         """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
         partition fits."""
-        return -min(free_bytes(self.stages(draft), draft.resident, self.host))
+        return -min(free_bytes(self.stages(draft), draft.resident_stages, self.host))
 
 
 def search_partition(
@@ -126,7 +126,7 @@ def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
 
 def _shortage_reason(problem: _Problem) -> str:
     smallest = _streamed_partition(tuple(range(len(problem.layers) + 1)))
-    rooms = free_bytes(problem.stages(smallest), smallest.resident, problem.host)
+    rooms = free_bytes(problem.stages(smallest), smallest.resident_stages, problem.host)
     tight = min(range(len(rooms)), key=rooms.__getitem__)
     need = problem.host.memory_bytes - rooms[tight]
     layer = problem.layers[tight]
@@ -166,7 +166,7 @@ def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPar
     """Return the partition with these boundaries between stages, in which as many of the first stages as fit
     are resident."""
     draft = _streamed_partition(cuts)
-    for number in range(len(draft.resident)):
+    for number in range(len(draft.resident_stages)):
         longer = _toggle_resident(draft, number)
         if problem.excess(longer) <= 0:
             draft = longer
@@ -192,7 +192,7 @@ def _improve_partition(problem: _Problem, draft: StreamPartition) -> StreamParti
 def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
     stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
-    cuts, resident = draft.cuts, draft.resident
+    cuts, resident = draft.cuts, draft.resident_stages
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
@@ -215,7 +215,7 @@ def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[Stre
 
 
 def _toggle_resident(draft: StreamPartition, number: int) -> StreamPartition:
-    resident = draft.resident
+    resident = draft.resident_stages
     return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
@@ -239,7 +239,7 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = StreamPartition(child.cuts, child.resident)
+                draft = StreamPartition(child.cuts, child.resident_stages)
                 exact = problem.seconds(draft)
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact
@@ -251,11 +251,11 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
 def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:
     for stop in range(prefix.layers + 1, len(problem.layers) + 1):
         stage = problem.stage(prefix.layers, stop)
-        streamed = bounds.extend(prefix, stage, resident=False)
+        streamed = bounds.extend(prefix, stage, is_resident=False)
         if streamed is None:
             return
         yield streamed
-        kept = bounds.extend(prefix, stage, resident=True)
+        kept = bounds.extend(prefix, stage, is_resident=True)
         if kept:
             yield kept
 
@@ -269,7 +269,7 @@ class PartialPlacement:
     are lower bounds because later stages only reduce the free memory."""
 
     stage: StageCost
-    resident: bool
+    is_resident: bool
     first_start: float
     last_start: float
     """Start times, in seconds, of the forwards of the first and of the last microbatch on a stage."""
@@ -284,7 +284,7 @@ class Prefix:
     """The first stages of a partition that the search has not completed yet."""
 
     cuts: tuple[int, ...]
-    resident: tuple[bool, ...]
+    resident_stages: tuple[bool, ...]
     latest_stages: tuple[PartialPlacement | None, ...]
     """Last stage that has been placed on each GPU, or None for a GPU without stages."""
     fixed_bytes: tuple[int, ...]
@@ -322,29 +322,29 @@ class Bounds:
         zeros, recent = (0,) * self.host.gpus, (None,) * self.host.gpus
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
-    def extend(self, prefix: Prefix, stage: StageCost, resident: bool) -> Prefix | None:
+    def extend(self, prefix: Prefix, stage: StageCost, is_resident: bool) -> Prefix | None:
         """Return the prefix with one more stage, or None if the stage does not fit in memory."""
-        number = len(prefix.resident)
+        number = len(prefix.resident_stages)
         gpu = number % self.host.gpus
-        own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
+        own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if is_resident else 0)
         fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + own_bytes)
         passing = _replace_at(
-            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, resident))
+            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, is_resident))
         )
         room = self.host.memory_bytes - fixed[gpu]
         if passing[gpu] > room:
             return None
         before = prefix.latest_stages[(number - 1) % self.host.gpus]
-        placement = self._bound_placement(stage, resident, before, prefix.latest_stages[gpu], room)
+        placement = self._bound_placement(stage, is_resident, before, prefix.latest_stages[gpu], room)
         recent = _replace_at(prefix.latest_stages, gpu, placement)
         seconds = self._least_seconds(self.rests[stage.stop], recent, fixed, placement)
-        cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident, resident)
+        cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident_stages, is_resident)
         return Prefix(cuts, bits, recent, fixed, passing, seconds)
 
     def _bound_placement(
         self,
         stage: StageCost,
-        resident: bool,
+        is_resident: bool,
         previous_stage: PartialPlacement | None,
         previous_on_gpu: PartialPlacement | None,
         free_bytes: int,
@@ -365,19 +365,19 @@ class Bounds:
             hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
             last_tail, first_tail = hop + previous_stage.last_tail, hop + previous_stage.first_tail
         if previous_on_gpu:
-            weights = 0 if resident else stage.weight_bytes
+            weights = 0 if is_resident else stage.weight_bytes
             late = max(
-                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.resident)
+                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.is_resident)
             )
             freed = previous_on_gpu.last_start + previous_on_gpu.stage.forward
             first = max(first, freed + late / bandwidth, previous_on_gpu.first_start + weights / bandwidth)
-            again = 0 if previous_on_gpu.resident else previous_on_gpu.stage.weight_bytes
-            late = max(0, again - free_bytes + passing_bytes(stage, resident))
+            again = 0 if previous_on_gpu.is_resident else previous_on_gpu.stage.weight_bytes
+            late = max(0, again - free_bytes + passing_bytes(stage, is_resident))
             last_tail = max(last_tail, stage.backward + late / bandwidth + previous_on_gpu.first_tail)
             first_tail = max(first_tail, again / bandwidth + previous_on_gpu.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
-        return PartialPlacement(stage, resident, first, last, first_tail, last_tail)
+        return PartialPlacement(stage, is_resident, first, last, first_tail, last_tail)
 
     def _least_seconds(
         self,

@@ -319,7 +319,7 @@ class StreamCase:
             / self.link_bandwidth
         )
 
-    def waiting_share(self, draft: LayoutDraft) -> float:
+    def waiting_fraction(self, draft: LayoutDraft) -> float:
         """Return the fraction of a round in which the device waits for transfers or kernel launches. With
         several workers, only waits for transfers of weights count."""
         seconds, at_once = (

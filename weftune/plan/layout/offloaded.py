@@ -88,44 +88,57 @@ def _total_tokens(jobs: Sequence[JobShape]) -> int:
 
 
 def is_offloading_worthwhile(
-    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
+    memory: MemoryModel,
+    resident_memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    tokens: int,
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
 
-    `memory` is the memory model with the optimizer offloaded, `resident` without. The time of one step of all
-    jobs, which run in as few groups as memory allows, is compared with and without offloading. The result is
-    True if offloading is not much slower. Microbatches have at most `tokens` tokens. Each job must fit alone.
+    `memory` is the memory model with the optimizer offloaded, `resident_memory` without. The time of one step
+    of all jobs, which run in as few groups as memory allows, is compared with and without offloading. The
+    result is True if offloading is not much slower. Microbatches have at most `tokens` tokens. Each job must
+    fit alone.
     """
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
-    waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in job_groups(jobs, resident))
+    waiting = sum(
+        resident_seconds(resident_memory, turn, device, tokens) for turn in job_groups(jobs, resident_memory)
+    )
     return together <= (1 + SLOWER) * waiting
 
 
-def would_more_memory_help(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
+def would_more_memory_help(resident_memory: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
     """Return whether more memory could make the forwards and backwards of these jobs faster. It can if layers
     are recomputed now, or if weights are dequantised for small microbatches."""
-    recompute = resident.choose_recompute(jobs, max_tokens)
-    small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _total_tokens(jobs))
-    return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
+    recompute = resident_memory.choose_recompute(jobs, max_tokens)
+    small = resident_memory.choose_capacity(jobs, max_tokens, recompute) < min(
+        max_tokens, _total_tokens(jobs)
+    )
+    return recompute.recomputed_layers > 0 or (resident_memory.shape.matrix_bytes > 0 and small)
 
 
 def is_offloading_faster(
-    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
+    memory: MemoryModel,
+    resident_memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    tokens: int,
 ) -> bool:
     """Return whether a step of these jobs takes less time with the optimizer offloaded. All jobs must fit in
     memory together, both with and without offloading."""
-    before = resident_seconds(resident, jobs, device, tokens)
+    before = resident_seconds(resident_memory, jobs, device, tokens)
     return offloaded_round(memory, jobs, device, tokens).seconds <= (1 - FASTER) * before
 
 
 def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
     """Yield groups of jobs, each with as many jobs as fit in memory together. Each job must fit alone."""
-    rest = order_for_seats(jobs)
-    while rest:
+    remaining_jobs = order_for_seats(jobs)
+    while remaining_jobs:
 
-        def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
-            return memory.misfit_reason(rest[:count]) is None
+        def fits(count: int, remaining_jobs: Sequence[JobShape] = remaining_jobs) -> bool:
+            return memory.misfit_reason(remaining_jobs[:count]) is None
 
-        count = largest_fitting_count(fits, len(rest))
-        yield rest[:count]
-        rest = rest[count:]
+        count = largest_fitting_count(fits, len(remaining_jobs))
+        yield remaining_jobs[:count]
+        remaining_jobs = remaining_jobs[count:]

@@ -63,12 +63,12 @@ class StageRound:
 
 
 def slotted_seconds(
-    stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
+    stages: Sequence[StageRound], resident_stages: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
     """Return the seconds of a round on one device, from its first optimizer step to the last transfer after
     its last backward. `slots` is the number of slots for streamed stages, and `bandwidth` the bytes per
     second of the link in each direction."""
-    streamed = [number for number, stays in enumerate(resident) if not stays]
+    streamed = [number for number, stays in enumerate(resident_stages) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     stage_in_slot = {slot_of[stage]: stage for stage in streamed[:slots]}
     freed = dict.fromkeys(stage_in_slot, 0.0)

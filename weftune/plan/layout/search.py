@@ -78,7 +78,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     best = _best_draft([_improve_draft(found, tries) for found in starts])
     if best.excess_bytes:
         return None
-    if best.case.workers == 1 and best.case.waiting_share(best.draft) > HIDDEN:
+    if best.case.workers == 1 and best.case.waiting_fraction(best.draft) > HIDDEN:
         partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
         best = _best_draft(
             [best, *(_improve_draft(found, tries) for found in partitioned if not found.excess_bytes)]
@@ -209,10 +209,10 @@ def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> I
             most = min(others, most + 1)
 
 
-def _resident_flags(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
-    """Return, for each stage, whether it is resident. The `resident` resident stages are spread evenly, and
-    `phase` shifts their positions."""
-    return tuple((number * resident + phase) % stages < resident for number in range(stages))
+def _resident_flags(stages: int, resident_count: int, phase: int) -> tuple[bool, ...]:
+    """Return, for each stage, whether it is resident. The `resident_count` resident stages are spread evenly,
+    and `phase` shifts their positions."""
+    return tuple((number * resident_count + phase) % stages < resident_count for number in range(stages))
 
 
 def mobius_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
@@ -247,7 +247,7 @@ def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
     sizes = tuple(stop - start for start, stop in pairwise(partition.cuts))
     for slots in SLOTS:
-        yield LayoutDraft(sizes, partition.resident, (slots,))
+        yield LayoutDraft(sizes, partition.resident_stages, (slots,))
 
 
 def _stream_stages_until_fit(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
@@ -444,14 +444,18 @@ def _drafts_with_other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]
 
 
 def _replace_stages(
-    draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
+    draft: LayoutDraft,
+    number: int,
+    removed_stages: int,
+    sizes: tuple[int, ...],
+    resident_stages: tuple[bool, ...],
 ) -> LayoutDraft:
     """Return the layout with `removed_stages` consecutive stages, from stage `number` on, replaced by stages
     of these sizes."""
     after = number + removed_stages
     return LayoutDraft(
         (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),
-        (*draft.resident_stages[:number], *resident, *draft.resident_stages[after:]),
+        (*draft.resident_stages[:number], *resident_stages, *draft.resident_stages[after:]),
         draft.slot_counts,
     )
 

@@ -33,8 +33,8 @@ in memory."""
 class Seats:
     """The jobs that run together (seated) and all other jobs, each in the order of admission."""
 
-    seated: tuple[JobShape, ...]
-    unseated: tuple[JobShape, ...]
+    seated_jobs: tuple[JobShape, ...]
+    unseated_jobs: tuple[JobShape, ...]
 
 
 def order_for_seats(jobs: Sequence[JobShape], attached_jobs: Sequence[JobShape] = ()) -> list[JobShape]:
@@ -59,7 +59,7 @@ def assign_seats(
     rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
         rest = seating.fill(rest)
-    return Seats(tuple(seating.seated), tuple(seating.unseated))
+    return Seats(tuple(seating.seated_jobs), tuple(seating.unseated_jobs))
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
@@ -84,8 +84,8 @@ class _Seating:
     def __init__(
         self, attached_jobs: Sequence[JobShape], fits: Fits, overtake_counts: Mapping[str, int]
     ) -> None:
-        self.seated: list[JobShape] = []
-        self.unseated: list[JobShape] = []
+        self.seated_jobs: list[JobShape] = []
+        self.unseated_jobs: list[JobShape] = []
         self._present = {job.name for job in attached_jobs}
         self._fits = fits
         self._overtaken = overtake_counts
@@ -113,9 +113,9 @@ class _Seating:
             end, self._left = tried[count]
             self._reject_job(waiting_jobs[end], waiting_jobs[end + 1 :])
         taken = {job.name for job in run[:count]}
-        self.seated += run[:count]
+        self.seated_jobs += run[:count]
         self._crowded = self._crowded or not taken <= self._present
-        self.unseated += [job for job in waiting_jobs[: end + 1] if job.name not in taken]
+        self.unseated_jobs += [job for job in waiting_jobs[: end + 1] if job.name not in taken]
         return list(waiting_jobs[end + 1 :])
 
     def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
@@ -144,7 +144,7 @@ class _Seating:
         self._left = min(self._left, self._remaining_overtakes(job))
 
     def _can_seat_together(self, candidates: Sequence[JobShape]) -> bool:
-        together = [*self.seated, *candidates]
+        together = [*self.seated_jobs, *candidates]
         return all(job.name in self._present for job in together) or self._fits(together) is None
 
 

@@ -43,7 +43,7 @@ class StageLimit:
     """Time that this device takes for a layer, relative to the device on which layers were measured."""
 
 
-def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
+def balance_stages(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
     """Return a partition of the layers into one stage per limit. The slowest stage is as fast as possible
     and, with equal speed, the largest memory of a stage as small as possible. Raise PlanError if no partition
     fits in memory."""
@@ -155,7 +155,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
     known = multiplication_costs(shape) if costs is None else costs
     each = [known.stage_cost(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
     layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
-    slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
+    slowest = max(one.seconds for one in balance_stages(layers, [StageLimit(ANY)] * stages))
     taken = layer_sums(layers, lambda layer: layer.forward + layer.backward)
     squares = np.where(taken > slowest * (1 + ROUNDING), np.inf, taken**2)
     _, cuts = minimise_sum(np.broadcast_to(squares, (stages, *squares.shape)))

@@ -62,7 +62,7 @@ class StreamChoice:
     """Bytes of host memory that all workers together need."""
     round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
-    waiting_share: float
+    waiting_fraction: float
     """Fraction of a round in which devices wait for the host."""
     reason: str
     """Reason for the choice, as a clause for the user."""
@@ -170,7 +170,7 @@ def _make_stream_choice(evaluated: EvaluatedDraft, reason: str) -> StreamChoice:
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
         round_seconds=evaluated.seconds,
-        waiting_share=case.waiting_share(draft),
+        waiting_fraction=case.waiting_fraction(draft),
         reason=reason,
         reads_weight_files=case.device.staging_bytes is not None,
     )
@@ -266,7 +266,7 @@ def _streaming_reason(evaluated: EvaluatedDraft) -> str:
         f"{format_bytes(whole)} and the GPU has {format_bytes(device.budget_bytes)} for a run; adapters "
         f"{adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
-        f"{case.waiting_share(draft):.0%} of a step{files}"
+        f"{case.waiting_fraction(draft):.0%} of a step{files}"
     )
 
 
@@ -336,7 +336,7 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
         "for a run; adapters and "
         f"inputs of stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, "
         "and "
-        f"Loads take {case.waiting_share(evaluated.draft):.0%} of a step"
+        f"Loads take {case.waiting_fraction(evaluated.draft):.0%} of a step"
     )
 
 

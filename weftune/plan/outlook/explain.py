@@ -86,5 +86,5 @@ def explain_streamed_plan(outlook: StreamOutlook, source: str) -> list[str]:
         "keeps its input only.",
         f"Adapters {adapters}. Inputs of stages {inputs}.",
         f"Uploads: {format_bytes(outlook.uploaded_bytes)} of layers per round; devices wait for the host in "
-        f"{choice.waiting_share:.1%} of it.",
+        f"{choice.waiting_fraction:.1%} of it.",
     ]

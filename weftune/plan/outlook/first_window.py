@@ -13,7 +13,7 @@ from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.fitted import FittedModels, WindowPrediction
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.program.handover import FINISHED, Unfinished
@@ -116,7 +116,7 @@ def plan_predicted_window(
         inherited,
         choice.mechanisms.packing_limits,
     )
-    known = choice.cost_model or arithmetic(choice.shape)
+    known = choice.cost_model or uncalibrated_cost_model(choice.shape)
     fitted_models = FittedModels(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
     return FirstWindow(
         program, fitted_models.predict_window(program, shapes, _price_program(choice, shapes)), shapes, choice

@@ -123,14 +123,14 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
     window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
-    layers, recomputed = times.layers, window.program.recompute.recomputed_layers
-    again = min(1.0, recomputed * len(choice.layout.stages) / layers)
+    layers, recomputing_fraction = times.layers, window.program.recompute.recomputed_layers
+    again = min(1.0, recomputing_fraction * len(choice.layout.stages) / layers)
     return WindowPrice(
         tokens=forecast.tokens,
         seconds=forecast.seconds,
-        computed=1.0 - forecast.bubbles,
+        computing_fraction=1.0 - forecast.bubbles,
         seconds_without_link=at_once.seconds,
-        recomputed=again / (again + TRAINED_PASSES),
+        recomputing_fraction=again / (again + TRAINED_PASSES),
         peak_bytes=max(forecast.peaks),
         capacity=forecast.capacity,
     )

@@ -79,7 +79,7 @@ def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
     draft = draft_from_layout(layout)
     seconds, exposed_seconds, need = (
         case.round_seconds(draft),
-        case.waiting_share(draft),
+        case.waiting_fraction(draft),
         case.device_bytes(draft),
     )
     devices = layout.workers * layout.shards

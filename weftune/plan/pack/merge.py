@@ -76,11 +76,11 @@ def merge(
     plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
     merged = _concatenate(rounds, alone, rules, previous, move_samples=True) if move_samples else plain
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
-    verify(rounds, best.microbatches, rules, previous)
+    verify_microbatches(rounds, best.microbatches, rules, previous)
     return best
 
 
-def verify(
+def verify_microbatches(
     rounds: Sequence[Sequence[BatchSample]],
     microbatches: Sequence[Microbatch],
     rules: MergeRules,
@@ -226,7 +226,7 @@ class Grouping:
     no_ops: int
     """Number of no-ops (empty microbatches) per cycle, in which each group has one round."""
 
-    def why(self, stages: int) -> str:
+    def explanation(self, stages: int) -> str:
         """Return a clause for the user that explains the grouping."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
