@@ -79,4 +79,4 @@ class HostTooSmall(PlanError):
 
 
 class MissingPackage(UserError):
-    """An optional package is missing. The message contains the command that installs it."""
+    """Raised if an optional package is missing. The message contains the command that installs it."""

@@ -65,10 +65,11 @@ class Microbatch:
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
     answer_tokens: tuple[int, ...] = ()
-    """Number of answer tokens of each sample, whether or not a row predicts them; 0 for samples that are no
-    part of a preference pair. Empty without pairs."""
+    """Number of answer tokens of each sample, whether or not a row predicts them. 0 for samples that are not
+    part of a preference pair. Empty if there are no pairs."""
     desirable: tuple[bool, ...] = ()
-    """Label of each sample; True for samples without one. Empty without labels."""
+    """Whether each sample is labelled as desirable (as in KTO). True for samples without a label. Empty if no
+    sample has one."""
     references_S: Tensor | None = None
     """Sum of the reference policy's log-probabilities over the supervised rows of each sample; 0 for samples
     of jobs without a reference policy. None if no job of the microbatch has one."""

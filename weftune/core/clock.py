@@ -49,10 +49,10 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class WallTime:
     started: float
-    """Seconds since 1970."""
+    """Start time of the run, in seconds since 1970."""
     seconds: float
     phases: Mapping[Phase, float]
-    """Seconds of every phase; their sum is `seconds`."""
+    """Maps each phase of the run to its seconds. Their sum is the wall time."""
 
 
 class PhaseClock:

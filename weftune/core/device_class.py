@@ -27,7 +27,7 @@ class DeviceClass:
     capability: tuple[int, int]
     name: str
     example_gpus: str
-    """Examples of GPUs."""
+    """Names of a few GPUs that belong to the class."""
     shared_memory: int
     """Bytes of shared memory that one program of a kernel may use."""
     multiprocessors: int
@@ -42,7 +42,7 @@ class DeviceClass:
     has_kernels: bool = True
     """Whether Triton compiles kernels for these GPUs."""
     is_tested: bool = False
-    """Whether the tests of this project have run on such a GPU."""
+    """Whether Weftune's tests have run on a GPU of this class."""
 
     @property
     def architecture(self) -> str:

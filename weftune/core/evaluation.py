@@ -21,7 +21,7 @@ class AdapterScores:
 
     adapter: str
     rows: int
-    """Number of rows of the data that were used."""
+    """Number of rows on which the adapter was evaluated."""
     tokens: int
     """Number of supervised tokens, over which loss and token accuracy are means."""
     scores: Mapping[str, float | None]
@@ -34,7 +34,7 @@ class AnsweredRow:
 
     location: str
     values: Mapping[str, Any]
-    """Maps each column of the row to its value."""
+    """Maps each column of the data to its value in the row."""
     prompt: str | tuple[dict[str, Any], ...]
     """The prompt as a string, or as the messages of a chat."""
     tools: list[Any] | None

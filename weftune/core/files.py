@@ -33,7 +33,7 @@ NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON. Numbers that are not finite become null."""
+    """Return a value as JSON. Numbers that are not finite become null."""
     return json.dumps(_json_value(value), ensure_ascii=False, indent=indent)
 
 
@@ -110,7 +110,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending lines to the file, without syncing it."""
+        """Write all lines that are still in memory to the file, without syncing it."""
         content = b"".join(self._unwritten)
         if not content:
             return

@@ -56,7 +56,7 @@ class SiteShape:
     experts: int = 0
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
-    """Number of matrices that each token uses."""
+    """Number of the site's matrices that each token is multiplied by. It is above 1 only for experts."""
     in_last_layer: bool = False
     """Whether the site is in the last layer of the whole base, even if only a stage of the base is
     described."""

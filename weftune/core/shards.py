@@ -32,7 +32,7 @@ class ShardTeam:
     communicate."""
 
     shard: int
-    """Index of this worker's shard."""
+    """Index of the shard that the worker holds."""
     shards: int
     sum_over_shards: SumOverShards
     is_capturable: bool = False
@@ -47,8 +47,8 @@ class ShardTeam:
         return size * self.shard // self.shards, size * (self.shard + 1) // self.shards
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values of every shard, [K, ...]. They are gathered by a sum, to which every shard adds
-        zeros except in its own row."""
+        """Return the values of every shard, [K, ...]. They are gathered by an all-reduce, to which every
+        shard contributes zeros except in its own row."""
         gathered = values.new_zeros(self.shards, *values.shape)
         gathered[self.shard] = values
         self.sum_over_shards(gathered)

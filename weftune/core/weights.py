@@ -31,7 +31,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale of a row. A row with a smaller scale counts as zero, since the inverse of the scale would be
 infinite."""
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
-"""Maps each parameter of a linear with a coded weight to its output dimension."""
+"""Maps the name of each tensor in a linear with an 8-bit weight to its dimension of outputs."""
 
 WholeMaxima = Callable[[Tensor], Tensor]
 """Function that returns the largest values of whole rows, given those of the parts of the rows on this
@@ -223,7 +223,7 @@ class StackedWeight:
     """The weights of several linears, stacked along the outputs. Slices must consist of whole linears."""
 
     parts: tuple[tuple[int, int, Weight], ...]
-    """First output, end of the outputs, and weight, for each linear."""
+    """Range of outputs (start, stop) and weight of each linear."""
 
     @classmethod
     def stack(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:

@@ -41,7 +41,7 @@ dashes."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
-"""Name of the group of dropped trials' curves, which one button of the legend shows and hides."""
+"""Name of the group of all curves of dropped trials. One button of the legend shows and hides them."""
 MAX_POINTS = 16_000
 """Maximum number of points of all curves of one chart together. They take about 200 kB."""
 _MAX_LEVELS = 3

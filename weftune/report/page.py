@@ -63,7 +63,7 @@ _MAX_RUNS = 5
 """Maximum number of runs into a folder whose wall times are shown. If the folder was resumed more often, only
 the last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
-"""Names of the charts of losses and accuracy. All other charts show time and memory."""
+"""Names of the report's charts of losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),

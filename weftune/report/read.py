@@ -203,8 +203,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _read_metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics. If processes trained shares (subsets) of the jobs, the lines of such a job
-    come from the folder of its share, where they are complete."""
+    """Return all lines of metrics. If several processes trained shares of the jobs, the lines of a job come
+    from the folder of its share, where they are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [

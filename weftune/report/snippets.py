@@ -128,9 +128,9 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 
 def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
-    """Return lines that load the base's config with the rope scaling that the adapter was trained with. They
-    also work for families of models whose layers differ in their rope, where only full attention is
-    scaled."""
+    """Return lines of Python code that load the base's config with the rope scaling that the adapter was
+    trained with. They also work for families of models whose layers differ in their rope, where only full
+    attention is scaled."""
     return [
         f"config = AutoConfig.from_pretrained({load_arguments})",
         "rope = config.get_text_config().rope_parameters",
@@ -139,8 +139,8 @@ def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines that load a quantised base. For nf4, bitsandbytes computes the same values; for formats
-    that transformers cannot load, comments describe the difference."""
+    """Return lines of Python code that load a quantised base. For nf4, bitsandbytes computes the same values.
+    For formats that transformers cannot load, comments describe the difference."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":

@@ -22,7 +22,7 @@ POINTS = 800
 class Point:
     x: float
     y: float | None
-    """Value of the point. None is a gap in the curve."""
+    """Value at the point. None is a gap in the curve."""
 
 
 def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -81,7 +81,7 @@ class LineStyle:
 
     colour: str
     dash_style: str = "solid"
-    """Style of the dashes, a key of `DASHES`."""
+    """Name of the style of the dashes, such as `dash` or `dot`."""
 
     @property
     def dashes(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 NO_VALUE = "–"
-"""Placeholder for a missing number."""
+"""Text that is shown in place of a missing number."""
 
 
 def loss_text(loss: float | None, digits: int = 4) -> str:

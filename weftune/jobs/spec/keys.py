@@ -29,7 +29,8 @@ MIN_LETTERS = 3
 
 
 def nearest_word(unknown_word: str, known_words: Iterable[str]) -> str | None:
-    """Return the known name that `unknown_word` misspells, abbreviates uniquely, or is an anagram of."""
+    """Return the known word that `unknown_word` most likely stands for: a misspelling, a unique abbreviation
+    or an anagram. Return None if there is none."""
     names = list(known_words)
     near = difflib.get_close_matches(unknown_word, names, n=1, cutoff=CUTOFF)
     if not near and len(unknown_word) >= MIN_LETTERS:
@@ -242,8 +243,7 @@ FOREIGN: Mapping[str, str] = {
     "sweep.mode": "goal direction",
     "sweep.halving": "early_terminate pruner",
 }
-"""Maps each key of Weftune, with its section unless it is a key of the job itself, to its names in other
-tools."""
+"""Maps keys of jobs.yaml to their names in other tools. Keys of a section are preceded by its name."""
 RENAMED = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
 
 _ADVICE: Mapping[str, str] = {

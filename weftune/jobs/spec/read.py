@@ -92,7 +92,7 @@ class _Reader:
     """Errors in the YAML syntax. No other errors are reported for the same values."""
     shape_of: ShapeOf | None = None
     known_jobs: Sequence[str] = ()
-    """Names of jobs outside the file from which its jobs may start."""
+    """Names of jobs outside the jobs file from whose adapters its jobs may start."""
     mistakes: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:

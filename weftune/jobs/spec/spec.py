@@ -1,4 +1,4 @@
-"""The specs of a job and of a run, and the comparison of two versions of a job as plain mappings."""
+"""The specs of a job and of a run, and the comparison of two versions of a job."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """The content of one jobs file."""
+    """The content of one jobs file: the base, the output folder, and the jobs."""
 
     base: BaseSpec
     output: Path

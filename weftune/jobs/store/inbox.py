@@ -41,7 +41,7 @@ class FileRequest:
 
     verb: Verb
     job: str = ""
-    """Name of the job. Empty for the verb `add`."""
+    """Name of the job that the request is about. Empty if a jobs file is to be added."""
     priority: int = 0
     """New priority of the job, if the request is to change it."""
     file: str = ""
@@ -57,7 +57,7 @@ class RequestAnswer:
 
     accepted: bool
     sentence: str
-    """Sentence that says what the run has done, or why it refuses the request."""
+    """Sentence for the user that says what the run has done, or why it refuses the request."""
 
 
 def write_request(records: Path, request: FileRequest) -> Path:
@@ -135,8 +135,8 @@ def rename_damaged_request(request: Path) -> None:
 
 
 def added_runs(output: Path, known_jobs: Iterable[str]) -> Iterator[RunSpec]:
-    """Yield the jobs files that were added to earlier runs of this output. `known_jobs` are the other
-    jobs."""
+    """Yield the jobs files that were added to earlier runs into an output folder. Their jobs may start from
+    the adapters of `known_jobs`."""
     known = list(known_jobs)
     for request in _added_files(output):
         run = read_added_run(request.text, Path(request.file), known)

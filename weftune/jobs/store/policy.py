@@ -51,7 +51,7 @@ class Ranking:
     waiting_jobs: tuple[JobShape, ...]
     attached_jobs: tuple[JobShape, ...]
     hold_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each job that must not train now, whether waiting or attached, to the reason."""
+    """Maps each job that must not train in the next window, whether waiting or attached, to the reason."""
 
 
 class Policy(Protocol):

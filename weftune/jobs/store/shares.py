@@ -37,7 +37,7 @@ SHARES_FILE = "shares.json"
 """File that records the last division of the jobs among processes, with the predicted and measured seconds of
 each process."""
 EXIT_SECONDS = 10.0
-"""Maximum seconds until processes notice that their launcher was killed."""
+"""Maximum seconds until processes that train shares of the jobs notice that their launcher was killed."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -113,7 +113,8 @@ def delete_shares(output: Path) -> None:
 
 
 def read_shares(output: Path) -> list[RunStatus]:
-    """Return the statuses of the running shares, except those that cannot be read."""
+    """Return the statuses of the processes among which the jobs are divided, except those that cannot be
+    read."""
     found = []
     for folder in share_folders(output):
         with suppress(OutputError):

@@ -58,7 +58,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Return `new_state`. Raise an error if a job must not change from `old_state` to it."""
+    """Check that a job may change from `old_state` to `new_state`, and return `new_state`."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -198,9 +198,9 @@ def _type_adapter(record: type) -> TypeAdapter[Any]:
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
-"""Key of metrics lines that contain an evaluation by which a sweep compares its trials."""
+"""Key in the lines of metrics for the loss by which a sweep compares its trials at a rung."""
 BASE_LOSS = "base_loss"
-"""Key of metrics lines that contain the loss of the base without any adapter on a job's held-out samples."""
+"""Key in the lines of metrics for the loss of the base without any adapter on a job's held-out samples."""
 FITTED_MODELS = "learned.json"
 """File with the fitted time and memory models, by which later windows are planned."""
 PREDICTION = "promise.json"

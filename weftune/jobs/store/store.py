@@ -140,7 +140,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
 
 
 def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
-    """Raise the errors that `open_store` would raise, without writing anything."""
+    """Raise an error if the output folder cannot be used for a run, without writing anything."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file; choose another --output")
@@ -173,7 +173,8 @@ def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> 
 
 
 def _read_or_rebuild_status(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
-    """Return the status to resume from, and a sentence about its damage if it had to be rebuilt."""
+    """Return the status from which a run resumes, and a sentence about the damage if the status had to be
+    rebuilt."""
     left_over = {
         LOCK,
         WORKER_LOGS,
@@ -211,12 +212,13 @@ class Store:
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
-        """Folder that holds the jobs' folders."""
+        """Output folder of the run, which contains the folders of its jobs."""
         self.records = records
         """Folder of this store's own files: the output or, if several processes divide the jobs, a folder
         inside it."""
         self._run = status
-        """Status without the jobs and the time of the last write, which are separate attributes."""
+        """Status of the run without its jobs and the time of the last write, which are separate
+        attributes."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
@@ -236,7 +238,7 @@ class Store:
         self._late: threading.Timer | None = None
         """Timer that will write the status within a second."""
         self._trouble: OutputError | None = None
-        """Error of the timer's last write, if it has not been raised yet."""
+        """Error of the last write in another thread, if it has not been raised yet."""
 
     def __enter__(self) -> Store:
         return self
@@ -251,7 +253,7 @@ class Store:
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def set_status(self, status: RunStatus) -> None:
-        """Replace the current status."""
+        """Replace the current status of the run."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
     def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
@@ -300,7 +302,7 @@ class Store:
         )
 
     def explain_job(self, name: str, reason: str) -> None:
-        """Record why a queued job still waits."""
+        """Record the reason why a queued job waits."""
         assert self.job(name).state is State.QUEUED
         self._replace_job(name, replace(self.job(name), reason=reason))
 
@@ -417,7 +419,8 @@ class Store:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status in a thread, within a second. Raise the error of the last such write, if any."""
+        """Write the status in another thread within a second. Raise the error of the last write of this kind,
+        if there was one."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(
@@ -464,7 +467,7 @@ class Store:
 
 
 def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Call all functions, and return the errors that they raise."""
+    """Call all functions and return the OutputErrors that they raise."""
     found = []
     for write in write_functions:
         try:

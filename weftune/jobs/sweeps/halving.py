@@ -38,7 +38,7 @@ TREND_SHARE = 0.1
 
 
 class TrialEnd(StrEnum):
-    """The states in which a trial can end."""
+    """The states in which a trial of a sweep can end."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -65,7 +65,7 @@ class Decision:
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
-    """Number of trials that began the rung."""
+    """Number of trials that took part in the rung."""
 
     def reason(self, trial: str, step: int) -> str:
         """Return the reason why a trial leaves the sweep at this rung."""
@@ -138,7 +138,7 @@ class Rungs:
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
-        """Record a trial's total number of steps."""
+        """Record the total number of optimizer steps of a trial."""
         self._steps_by_trial[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
@@ -154,7 +154,7 @@ class Rungs:
         self.ended.setdefault(trial, EndedTrial(kind, step))
 
     def apply_decision(self, decision: Decision) -> None:
-        """Apply a decision and mark the trials that leave as ended."""
+        """Apply the decision of a rung: mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
             self.end_trial(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
@@ -197,7 +197,8 @@ class Rungs:
         return f"waits for the others at step {self.limit(trial)}"
 
     def pending_decisions(self) -> list[Decision]:
-        """Return the decisions that can be made now, at most one per generation, without applying them."""
+        """Return the decisions about rungs that can be made with the current metrics, at most one per
+        generation, without applying them."""
         found = (self._pending_decision(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
@@ -309,9 +310,9 @@ class Saving:
     rungs: tuple[int, ...]
     """Number of trials that begin each rung."""
     full_work: float
-    """Work of all trials if each is trained to its end."""
+    """Work of all trials together if none leaves the sweep."""
     expected_work: float
-    """Expected work of all trials with halving."""
+    """Expected work of all trials together with successive halving."""
 
     @property
     def share(self) -> float:

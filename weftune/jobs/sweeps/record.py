@@ -53,11 +53,11 @@ class TrialRecord:
     """Metric of the trial: that of its adapter if the trial has finished, that at the rung where it was
     dropped, or otherwise that of its last evaluation."""
     score_step: int | None = None
-    """Step of the weights for which `score` was measured."""
+    """Step of the weights for which the trial's metric was measured."""
     warning: str = ""
     """Problem with a finished trial's adapter. Such a trial is ranked after all other finished trials."""
     left_at: int | None = None
-    """Step at which the trial left or failed."""
+    """Step at which the trial left the sweep or failed."""
     generation: int = 0
     """Index of the trial's generation. With `tpe`, later generations are proposed from the results of earlier
     ones."""
@@ -81,7 +81,7 @@ class SweepRecord:
     at: tuple[float, ...] = ()
     """Fractions of the steps after which trials are compared and some of them leave."""
     share: float | None = None
-    """Fraction of the trials that continue after each comparison."""
+    """Fraction of the trials that continue after each rung."""
     judge: Judge | None = None
     """Weights with which trials are compared: their mean or the last ones. None in files of old versions,
     which used the last weights."""
@@ -91,9 +91,9 @@ class SweepRecord:
     rungs: tuple[int, ...] = ()
     """Steps of the first trial's rungs, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
-    """Trials so far. With `tpe`, later generations are added when they are proposed."""
+    """Trials of the sweep so far. With `tpe`, later generations are added when they are proposed."""
     expected: int = 0
-    """Expected total number of trials, at least the number so far."""
+    """Expected total number of trials of the sweep, including those that are not proposed yet."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
     """Names of the winning trials, whose adapters are kept in the folder `best`, the best first. Empty until

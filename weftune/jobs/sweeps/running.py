@@ -138,9 +138,9 @@ class RunningSweep:
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = search is None
-        """Whether no further generation will be proposed."""
+        """Whether no further generation of trials will be proposed."""
         self._reasons: dict[str, str] = {}
-        """Maps each trial that could not become a job to the reason."""
+        """Maps each proposed trial that cannot be trained to the reason."""
 
     @property
     def decides(self) -> bool:
@@ -255,7 +255,8 @@ class RunningSweep:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
     def refuse_retries(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
-        """Refuse to restart or retry a trial if the sweep has already made decisions without it."""
+        """Raise an error if a trial is to be restarted or retried although the sweep has already made
+        decisions without it."""
         for name in (name for name in names if name in self.trials):
             steps = [
                 one.step
@@ -317,7 +318,7 @@ class RunningSweep:
         return reason
 
     def _has_other_trials(self, name: str) -> bool:
-        """Return whether another trial has finished or may still finish."""
+        """Return whether another trial of the sweep has finished or may still finish."""
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
@@ -342,7 +343,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of the weights by which the rungs compare trials."""
+        """Record an evaluation of a trial at a rung, with the weights by which trials are compared."""
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)

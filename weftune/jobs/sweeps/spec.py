@@ -70,7 +70,7 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """Maps each dotted key of `over` to this trial's value."""
+    """Maps each dotted key that the sweep varies to the value in this trial."""
 
 
 Ends = Sequence[tuple[Trial, float | None]]
@@ -87,7 +87,8 @@ class Sweep:
     """Trials of the sweep. With `tpe`, these are only the trials of the first generation, since later ones
     depend on their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
-    """Keys of the job as written, including `sweep`. The values of a trial are merged over them."""
+    """Keys of the job as the user wrote them, including `sweep`. The values of a trial are merged over
+    them."""
     folder: Path = field(default=Path(), repr=False, compare=False)
     """Folder that the job's paths are relative to."""
 

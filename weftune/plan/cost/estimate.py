@@ -15,11 +15,11 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
-"""Share of the peak FLOP/s that matrix products of the base reach. The values were measured in one step on an
-H200 and in one on a CPU with two cores; for other devices they are guesses."""
+"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one step on
+an H200 and in one on a CPU with two cores; for other devices they are guesses."""
 ADAPTER_EFFICIENCY = 0.1
-"""Share of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are narrow
-and read all inputs again."""
+"""Fraction of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are
+narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass (forward or backward) over one layer, in addition to the time of its rows."""
 CODED_SPEED = 1.7

@@ -127,8 +127,8 @@ class MemoryModel:
     fit: MemoryFit = UNFITTED
     layout: Layout = WHOLE
     fixed_slack_bytes: int | None = None
-    """Bytes for temporaries, rounding by the allocator, and the logits of one chunk. None selects the
-    default."""
+    """Slack bytes: for temporaries, rounding by the allocator, and the logits of one chunk of rows. None
+    selects the default."""
     spare_microbatches: int = SPARE
     """Microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
     first_only_bytes: int = 0
@@ -198,8 +198,8 @@ class MemoryModel:
         return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
     def key_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
-        """Return, for each worker of a pipeline, the share of the activation bytes of a row that is taken by
-        the keys and values of attention."""
+        """Return, for each worker of a pipeline, the fraction of a row's activation bytes that the keys and
+        values of attention take."""
         layers, fused = self.shape.layers, self.uses_fused_ops
         return [
             decoder_row_bytes(part) / token_bytes(part, layers, fused, recompute, jobs)
@@ -228,7 +228,7 @@ class MemoryModel:
 
     @cached_property
     def _part_shapes(self) -> list[ModelShape]:
-        """Sizes of the part of the base that each worker holds."""
+        """Shape of the part of the base that each worker holds."""
         ranges = self._stage_ranges
         return [self.shape] if len(ranges) == 1 else [stage_shape(self.shape, one) for one in ranges]
 
@@ -328,7 +328,8 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers whose activations `bytes_per_token` counts."""
+        """Number of layers for which activation bytes per token are counted, on the worker with the most
+        layers."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )

@@ -1,8 +1,8 @@
 """Initial terms of the time model, computed from the shape of a base before anything is measured.
 
-A term is the cost per token, sample or other unit of a pass. Only the proportions of terms to one another are
-known. They are computed separately for the embedding, one layer, the head with the loss, and the adapters of
-all layers together.
+A term is the cost per token, sample or other unit of a pass. Only the ratios of the costs are known, not
+their seconds. They are computed separately for the embedding, one layer, the head with the loss, and the
+adapters of all layers together.
 """
 
 from __future__ import annotations

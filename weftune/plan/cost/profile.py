@@ -60,7 +60,7 @@ class Profile:
     passes: tuple[LayeredPass, ...]
     steps: tuple[StateTime, ...]
     seconds: float
-    """Duration of the measurement, in seconds."""
+    """Seconds that measuring the profile took."""
     process_bytes: int = 0
     """Bytes that a process held before the base was loaded; 0 if unknown."""
     first_worker_bytes: int = 0
@@ -96,7 +96,7 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def digest(shape: ModelShape) -> str:
-    """Return a hash of the sizes of a base. The names of its linears do not change it."""
+    """Return a hash of the sizes of a base. It does not depend on the names of the linears."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
         for site in shape.sites

@@ -93,7 +93,8 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
 
 
 def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], prior_weight: float) -> float:
-    """Return the weighted median of measured divided by predicted times, drawn towards 1 if there are few."""
+    """Return the weighted median of the ratios of measured to predicted times. It is shrunk towards 1 if
+    there are few measurements."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
     ]

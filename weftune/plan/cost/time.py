@@ -45,12 +45,12 @@ class PassWork:
     tokens: int
     """Number of rows, padding included."""
     squares: int
-    """Sum of squared sample lengths, to which the cost of attention is proportional."""
+    """Sum of the squared sample lengths, to which the cost of attention is proportional."""
     samples: int
     supervised: int
     """Number of rows that go through the head."""
     adapted: int
-    """Number of adapter parameters that a row is multiplied by, summed over all rows."""
+    """Number of adapter parameters that each row is multiplied by, summed over all rows of the pass."""
     segments: int
     """Number of segments. A segment is the rows that belong to one job."""
 

@@ -95,8 +95,8 @@ class Machine:
     stream_budget_bytes: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
     has_user_limit: bool = False
-    """Whether the user limited the device bytes. Only then may the base be streamed if `choose_layout`
-    divides it among several devices."""
+    """Whether the user limited the device bytes. Only then may the planner stream a base that is divided
+    among several devices."""
     host_budget_bytes: int = 0
     """Bytes of host memory available to the run, summed over all hosts."""
     decoder_bytes: int = 0
@@ -104,17 +104,17 @@ class Machine:
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Number of pipeline stages per replica, or `AUTO`, which lets `choose_layout` decide."""
+    """Number of pipeline stages per replica, or `AUTO` if the planner is to choose it."""
     replicas: int = 1
-    """Number of copies of all stages (data parallelism), or `AUTO`, which lets `choose_layout` decide."""
+    """Number of copies of all stages (data parallelism), or `AUTO` if the planner is to choose it."""
     shards: int = 1
-    """Number of workers that hold each layer together (tensor parallelism), or `AUTO`, which lets
-    `choose_layout` decide."""
+    """Number of workers among which each layer is divided (tensor parallelism), or `AUTO` if the planner is
+    to choose it."""
     shares: int = 1
-    """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO`, which lets
-    `choose_layout` decide."""
+    """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO` if the
+    planner is to choose it."""
     overlaps: bool = False
-    """Whether microbatches overlap on the shards, as `choose_layout` has decided."""
+    """Whether the all-reduces over shards of one microbatch overlap with the computation of another."""
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
@@ -178,7 +178,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
-    """How the jobs will run on a machine, as `choose_layout` has decided, with predictions and reasons."""
+    """The chosen way to run jobs on a machine: layout, capacity and memory model, with predictions and
+    reasons."""
 
     machine: Machine
     """Machine on which each share of the jobs runs, with the chosen numbers of workers and shares."""
@@ -208,14 +209,16 @@ class LayoutChoice:
     window_rounds: int
     """Number of global batches of each job per window."""
     cost_model: CostModel | None = None
-    """Time model of a single worker, from its profile. None without a profile or with several workers."""
+    """Time model of a single worker, computed from its profile. None without a profile or with several
+    workers."""
     first_pass_seconds: float = 0.0
     """Additional seconds of the first pass of a single worker. 0 with several workers."""
     step_wait: Rate = NO_TIME
     """Time that devices wait for optimizer steps whose state is in host memory. The cost model includes
     it."""
     stage_times: StageTimes | None = None
-    """Predictor of the times of each stage's passes. None unless several workers have a profile."""
+    """Predictor of the times of forwards and backwards on each stage. None unless there are several workers
+    and a profile."""
     load_pace: LoadPace | None = None
     """Weight bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
     mechanisms: Mechanisms = ALL_MECHANISMS

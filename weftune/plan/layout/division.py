@@ -75,8 +75,9 @@ class Division:
 
     @property
     def complexity(self) -> tuple[int, int, int, int, bool]:
-        """Sort key for divisions of the same speed, of which the smallest is chosen. It prefers shares to
-        replicas, replicas to stages, stages to shards, and shards without overlap to those with overlap."""
+        """Sort key for divisions of the devices with the same speed. The division with the smallest key is
+        chosen. It prefers shares to replicas, replicas to stages, stages to shards, and shards without
+        overlap to those with overlap."""
         return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
@@ -154,7 +155,8 @@ class DivisionSpace:
     capacity: int | None
     """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
     may_overlap: bool = False
-    """Whether microbatches may overlap on shards."""
+    """Whether divisions may be tried in which the all-reduces over shards of one microbatch overlap with the
+    computation of another."""
 
     @property
     def chooses_capacity(self) -> bool:
@@ -187,21 +189,21 @@ class Workload:
     windows: Mapping[str, JobWindow]
     """Maps each job to its next global batches, without evaluations."""
     seconds: Mapping[str, float]
-    """Maps each job to the predicted seconds of its whole training on one device. Only their ratios
-    matter."""
+    """Maps each job to the predicted seconds of its whole training on one device. Only the ratios of these
+    numbers matter."""
     shape: ModelShape
     """Shape of the whole base."""
     times: StageTimes
     """Predictor of the times of forwards and backwards if layers are not divided into shards."""
     price: Callable[[LayoutChoice], WindowPrice]
-    """Function that predicts time and memory of the first window of a share."""
+    """Function that predicts the time and memory of the first window of a share of the jobs."""
     max_shares: int | None = None
     """Maximum number of shares of the jobs. None means the number of jobs."""
     shard_counts: Sequence[int] = (1,)
-    """Numbers of shards that the base and the adapters allow."""
+    """Numbers of shards into which the base and the adapters can be divided."""
     may_overlap: bool = False
-    """Whether the layers of the base can run one half at a time, so that microbatches can overlap on
-    shards."""
+    """Whether the layers of the base can run one half at a time, which is required for overlapping
+    all-reduces with computation."""
 
     def limits(self, fixed: Division, devices: int) -> DivisionSpace:
         """Return the divisions to search: all possible values of each number that is `AUTO` in `fixed`, and
@@ -257,7 +259,8 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Microbatches:
-    """Recomputation and token capacity of microbatches that memory allows in a layout."""
+    """The recomputation of activations and the token capacity of microbatches that memory allows in a
+    layout."""
 
     recompute: Recompute
     capacity: int

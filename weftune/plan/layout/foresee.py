@@ -34,7 +34,8 @@ REPEATED_SUMS = 0.5
 recomputed. Only the first of the two is: the second one yields the layer's output, which the backward needs
 only if a norm follows."""
 ATTENTION = "self_attn"
-"""Part of the names of linears that belong to attention, in all families whose microbatches can overlap."""
+"""Part of the module paths of all linears that belong to attention, in the families of models whose layers
+can run in halves."""
 LAUNCH_SECONDS = 5e-4
 """Assumed seconds that the host takes to launch the kernels of half a layer. It is the minimum time of half a
 layer if microbatches overlap, since their passes are not captured as CUDA graphs."""
@@ -119,8 +120,8 @@ class StageTimes:
         recompute: Recompute = NOTHING,
         overlaps: bool = False,
     ) -> float:
-        """Return a lower bound on the seconds that a stage takes to train `work`, which is divided into at
-        least `passes` microbatches. `overlaps` says whether microbatches overlap."""
+        """Return a lower bound on the seconds that a stage takes to train `work`, divided into at least
+        `passes` microbatches. `overlaps` is whether all-reduces over shards overlap with computation."""
         layers = layer_range.stop - layer_range.start
         share = min(recompute.recomputed_layers, layers) / layers
         each = ((self.terms.forward, 1.0 + share), (self.terms.backward, 1.0))

@@ -25,7 +25,7 @@ PREFIXES = 200_000
 """Maximum number of prefixes (first stages of a partition) that a search examines. There is no time limit,
 since a plan must not depend on the clock."""
 STARTS = 6
-"""Number of partitions from which the local search starts."""
+"""Number of partitions from which the local search for the best partition starts."""
 CHANGES = 2_000
 """Maximum number of changes to a partition that the local search tries from each start."""
 CLOSE = 1 - 1e-9
@@ -281,7 +281,8 @@ class PartialPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first stages of a partition that the search has not completed yet."""
+    """A prefix: the first stages of a partition into stages, with lower bounds on the time of all its
+    completions."""
 
     cuts: tuple[int, ...]
     resident_stages: tuple[bool, ...]
@@ -323,7 +324,8 @@ class Bounds:
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
     def extend(self, prefix: Prefix, stage: StageCost, is_resident: bool) -> Prefix | None:
-        """Return the prefix with one more stage, or None if the stage does not fit in memory."""
+        """Return the prefix of a partition extended by one stage, or None if the stage does not fit in
+        memory."""
         number = len(prefix.resident_stages)
         gpu = number % self.host.gpus
         own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if is_resident else 0)

@@ -174,7 +174,8 @@ class _Recurrence:
         self.stages, self.cut, self.hop, self.bandwidth = stages, layout, hop_seconds, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
-        """Times at which the first and the last microbatch are ready for their next visit."""
+        """Times in seconds at which the first and the last microbatch of the round are ready for the next
+        stage."""
         self.free = [0.0] * layout.workers
         self.link = [0.0] * layout.workers
         self.there = [0.0] * len(stages)

@@ -23,7 +23,7 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Numbers of layers per stage that the search tries."""
+"""Numbers of layers per stage that the search for the stages of a streamed base tries."""
 SLOTS = range(1, 5)
 STARTS = 4
 """Number of the best candidate layouts that are improved by small changes, in addition to the best one of

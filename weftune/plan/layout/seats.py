@@ -92,9 +92,11 @@ class _Seating:
         self._as_large: set[str] = set()
         """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
-        """Number of jobs that may still be admitted before the jobs that wait without a seat."""
+        """Number of jobs that may still be admitted before jobs that are ahead of them in the queue but do
+        not fit."""
         self._crowded = False
-        """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
+        """Whether another job has been admitted. As long as none has, running jobs keep running, whatever
+        their predicted memory."""
 
     def fill(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
         """Let the jobs of `waiting_jobs` run up to the first one that does not fit in memory. Return the jobs

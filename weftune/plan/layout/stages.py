@@ -38,7 +38,7 @@ class StageLimit:
 
     memory_bytes: int
     microbatches_in_flight: int = 1
-    """Number of microbatches whose activations the stage holds at once."""
+    """Maximum number of microbatches whose activations the stage keeps at a time."""
     relative_time: float = 1.0
     """Time that this device takes for a layer, relative to the device on which layers were measured."""
 

@@ -51,7 +51,8 @@ replaces it, and the mechanisms that remain."""
 
 
 def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
-    """Return the predicted effect of leaving out each mechanism of the plan, one at a time."""
+    """Return the predicted effect of leaving out each optional mechanism of the planner, such as packing, one
+    at a time."""
     jobs, choice = list(prediction.window.shapes.values()), prediction.choice
     # The plan that is shown has whole batches, so that times can be compared.
     plan = partial(first_window, attached=jobs, job_window=job_window, hands_over=False)

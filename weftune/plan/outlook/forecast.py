@@ -45,7 +45,7 @@ class Forecast:
     peaks: tuple[int, ...]
     """Peak bytes on each device."""
     fits: bool
-    """Whether the memory of each device suffices for its peak."""
+    """Whether the predicted peak fits in the memory of each device."""
     capacity: int
     sum_seconds: float = 0.0
     """Seconds in which devices wait for all-reduces over shards, summed over the devices."""
@@ -66,7 +66,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """The predicted effect of replacing one mechanism of a plan."""
+    """The predicted effect of leaving out one of the planner's optional mechanisms, such as packing."""
 
     mechanism: str
     alternative: str
@@ -249,7 +249,7 @@ class ShareOutlook:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second while all devices are running."""
+        """Predicted number of tokens per second while all devices are training."""
         return sum(part.forecast.tokens_per_second for part in self.parts)
 
 

@@ -143,7 +143,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
 
 
 def _pass_prices(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
-    """Return the cost of one microbatch on every stage."""
+    """Return the cost of one microbatch on every stage of a streamed base."""
     one = replace(case, round_tokens=rows, capacity=rows)
     return tuple(
         PassPrice(stage.forward_seconds, stage.backward_seconds) for stage in one.stage_rounds(sizes)

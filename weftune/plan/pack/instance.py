@@ -22,8 +22,8 @@ class Instance:
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """For each sample, the number of its job. All numbers are 0 if rows are not padded, because packing then
-    does not depend on jobs."""
+    """Index of each sample's job. All indices are 0 if rows are not padded, since packing then does not
+    depend on jobs."""
     capacity: int
     """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
@@ -42,7 +42,7 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """Number of rows, including padding, that all samples would have in a single microbatch."""
+        """Number of rows, including padding, of a single microbatch with all samples."""
         return self.load(range(len(self.lengths)))
 
 

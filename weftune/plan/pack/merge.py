@@ -39,7 +39,7 @@ class Merged:
 
     microbatches: tuple[Microbatch, ...]
     moved_samples: int
-    """Number of samples that were moved into the previous round."""
+    """Number of samples that were moved into the last microbatch of the round before."""
     separate_count: int
     """Number of microbatches that separate packing of each round gives."""
 
@@ -186,8 +186,8 @@ def _pack_samples(samples: Sequence[BatchSample], rules: MergeRules) -> list[Mic
 
 @lru_cache(maxsize=1024)
 def _find_packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing of the samples. Results are cached, since the plans that are compared often contain
-    the same rounds."""
+    """Return a packing of samples into few microbatches. Results are cached, since the plans that are
+    compared often contain the same rounds."""
     return pack_instance(case, leaves_room=True, limits=limits)
 
 
@@ -210,9 +210,9 @@ class JobLengths:
 
     job: str
     mean: float
-    """Average tokens per sample."""
+    """Average number of tokens per sample."""
     tokens: int
-    """Tokens per global batch."""
+    """Number of tokens per global batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,8 +178,8 @@ class _DeviceCheck:
         sample_counts: Sequence[Counter[tuple[str, int]]],
         last_steps: dict[str, int],
     ) -> None:
-        """`share` maps each (job, step) to the number of samples that the device's replica trains, and
-        `sample_counts` to the number that each replica scores."""
+        """Prepare the check of a device. `share` maps each (job, step) to the number of samples that the
+        device's replica trains, and `sample_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.homes = program.stage_devices(program.replica(device))

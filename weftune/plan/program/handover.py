@@ -33,7 +33,7 @@ class Unfinished:
     """All microbatches of the unfinished batches. Those that have begun come first, in the order in which
     they began."""
     progress: tuple[Inherited, ...] = ()
-    """Progress of each microbatch in `microbatches`."""
+    """Progress of each unfinished microbatch through the stages."""
     capacity: int = 0
     recompute: Recompute = NOTHING
 

@@ -164,7 +164,7 @@ class WorkerLayout:
 
     @property
     def streamed_stages(self) -> tuple[int, ...]:
-        """Stages of this worker that are streamed."""
+        """Indices of the worker's stages that are streamed."""
         return tuple(number for number in self.own_stages if not self.stages[number].is_resident)
 
     @property

@@ -275,7 +275,8 @@ class BackwardHalf:
     microbatch: int
     stage: int
     index: int
-    """Index of the half layer in the stage, as in `ForwardHalf`."""
+    """Index of the half layer in the stage. The attention of a layer has an even index and its feed-forward
+    the next odd index."""
 
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
@@ -420,7 +421,8 @@ class Program:
     inherited: tuple[Inherited, ...] = ()
     """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
     hands_over: bool = False
-    """Whether the window may leave batches unfinished, for the next window. Otherwise it ends drained."""
+    """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
+    at its end."""
     half_layers: int = 0
     """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
     does."""

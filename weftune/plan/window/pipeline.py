@@ -61,7 +61,7 @@ Finer splits are tried only after passes have been measured."""
 PATIENT_SPLITS = 2
 """Number of consecutive microbatch sizes without improvement after which no smaller sizes are tried."""
 GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of groups of jobs that are tried."""
+"""Numbers of groups into which the planner of a pipeline tries to divide the jobs."""
 MAX_SEARCH_MICROBATCHES = 2000
 """Limit on the search for divisions into groups: it ends when the simulated programs have this many
 microbatches in total. The search is limited by a count, not by a clock, so that plans can be repeated."""
@@ -90,7 +90,7 @@ class PipelineRules:
 
     capacity: int
     paces: tuple[StagePace, ...]
-    """Pace of each stage."""
+    """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
@@ -103,8 +103,8 @@ class PipelineRules:
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     overlapped_layers: int = 0
-    """Number of layers of the only stage if its microbatches overlap, which is possible on shards. 0 if they
-    do not."""
+    """Number of layers of the single stage if all-reduces over shards overlap with computation. 0 if they do
+    not."""
     min_rows: int = 0
     """Minimum microbatch size that the planner tries, in rows. Sizes down to a quarter of the capacity are
     always tried, and no smaller ones if the value is 0."""
@@ -316,7 +316,8 @@ class _WindowSearch:
         yield from dict.fromkeys(max(longest, rows) for rows in tried)
 
     def _fastest_in_any_order(self, groups: Groups, size: int) -> Timed:
-        """Return the fastest program for these groups, in any order of groups and of passes."""
+        """Return the fastest program for these groups of jobs, among all orders of the groups and of the
+        passes."""
         orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
         all_turns = order_turns(groups, self.batches, self.inherited)
         if self.rules.replicas > 1:
@@ -441,7 +442,7 @@ def window_seconds(program: Program, prices: Prices) -> float:
 def choose_groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return the groups of jobs whose rounds alternate, as the formula of `group_jobs` divides them."""
+    """Return the groups of jobs whose rounds alternate, divided by a formula and not by simulation."""
     return group_jobs(_job_lengths(batches, jobs, rules), capacity, rules.batch_distance).groups
 
 

@@ -46,7 +46,7 @@ class Pacing:
     """Options for planning a pipeline, in which several microbatches are in flight."""
 
     paces: tuple[StagePace, ...]
-    """Speed of each stage."""
+    """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
     """Schedule of the pipeline. None selects the one that is fastest in the simulator."""
     spare_microbatches: int = 0
