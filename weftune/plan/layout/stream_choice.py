@@ -34,7 +34,7 @@ unreliable, since the prediction assumes that the link always reaches its best s
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """Which data host memory holds in addition to the weights of layers."""
+    """Flags for the data that host memory holds in addition to the weights of layers."""
 
     adapters_travel: bool
     """Whether adapters are kept in host memory and loaded together with their stage."""
