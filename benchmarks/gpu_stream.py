@@ -283,7 +283,7 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     x = log_axis(
         "jobs", min((point.x for point in points), default=1), max((point.x for point in points), default=2)
     )
-    series = [Series(name="streamed", points=points, line_style=LineStyle("#3b7ddd"), dots=True)]
+    series = [Series(name="streamed", points=points, line_style=LineStyle("#3b7ddd"), has_dots=True)]
     figure = Figure(
         x=x,
         y=value_axis("tokens per second", speeds, starts_at_zero=True),

@@ -201,14 +201,14 @@ def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, .
 
 def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
     """Return the samples with these numbers, in order. Numbers are counted through all parts."""
-    lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
-    supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
+    lengths = _concatenate_arrays([samples.lengths for samples in parts])[indices].tolist()
+    supervised = _concatenate_arrays([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)
     # `offsets` has one more element: the end of the last sample.
     return tuple(map(PlacedSample, indices.tolist(), lengths, offsets, supervised))
 
 
-def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 

@@ -102,7 +102,7 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
         return None
     grey = [_dropped_series(job, smooth_points(curve(job))) for job in dropped_trials]
     faint = [
-        replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, dots=False)
+        replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, has_dots=False)
         for index, points in enumerate(curves)
     ]
     bold = [_job_series(jobs, index, smooth_points(points)) for index, points in enumerate(curves)]
@@ -132,7 +132,7 @@ def _evaluation_chart(
     bases = [(job, _percent(base_accuracy(job)) if accuracy else base_validation(job)) for job in jobs]
     levels = _base_levels(bases, digits=1 if accuracy else 3)
     grey = [_dropped_series(job, curve(job)) for job in dropped_trials if job.evaluations]
-    own = [replace(_job_series(jobs, index, one), dots=True) for index, one in enumerate(curves) if one]
+    own = [replace(_job_series(jobs, index, one), has_dots=True) for index, one in enumerate(curves) if one]
     values = _finite_values(curves) if accuracy else _axis_values(jobs, curves)
     figure = Figure(
         x=_step_axis(curves),

@@ -119,7 +119,7 @@ class Series:
     width: float = 2.0
     opacity: float = 1.0
     line: bool = True
-    dots: bool = False
+    has_dots: bool = False
     group: str = ""
     """Name of the group to which the series belongs. The series of a group are shown and hidden together by a
     button of the legend."""
@@ -276,16 +276,16 @@ def _legend_html(figure: Figure) -> Markup:
     if not figure.legend:
         return Markup("")
     entries = Markup("").join(
-        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, dots=not one.line), one.name)
+        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, has_dots=not one.line), one.name)
         for one in figure.series
         if not one.ignores_pointer
     )
     return Markup('<ul class="keys">{}</ul>').format(entries)
 
 
-def line_sample_html(line_style: LineStyle, dots: bool = False) -> Markup:
+def line_sample_html(line_style: LineStyle, has_dots: bool = False) -> Markup:
     """Return a short line with this colour and dashes as HTML, for legends and tables."""
-    if dots:
+    if has_dots:
         return Markup(
             '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
             '<circle cx="5" cy="5" r="4" fill="{}"/></svg>'
@@ -341,7 +341,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
         )
         # The pointer finds the line: its dots need no attributes of their own.
         attributes += Markup(" data-silent")
-    if series.dots or len(known) == 1 or not series.line:
+    if series.has_dots or len(known) == 1 or not series.line:
         dots = "".join(f"M{x} {y}h0" for x, y in known)
         drawn += Markup('<path class="dots" d="{}" {} stroke-width="{:g}"/>').format(
             dots, attributes, series.width + 4

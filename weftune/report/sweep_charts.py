@@ -135,7 +135,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: Li
         line_style=line_style or LineStyle(DROPPED_COLOUR),
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
-        dots=True,
+        has_dots=True,
         tooltips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
     )
 

@@ -402,8 +402,8 @@ class Trainer:
 
     def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
-        if store.rebuilt:
-            self.view.note(store.rebuilt)
+        if store.rebuild_note:
+            self.view.note(store.rebuild_note)
         self._check_finished_jobs(store)
         for name, status in store.status.jobs.items():
             if status.state is State.SUCCEEDED:

@@ -217,7 +217,9 @@ def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_
         Peak(need, need.total_bytes(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)
     ]
     wary = fit_memory(higher)
-    assert all(peak.need.total_bytes(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher)
+    assert all(
+        peak.predicted_need.total_bytes(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher
+    )
     assert fit_memory([]) == MemoryFit()
 
 

@@ -51,7 +51,7 @@ class JobStore(Protocol):
     def records(self) -> Path: ...
 
     @property
-    def rebuilt(self) -> str:
+    def rebuild_note(self) -> str:
         """Sentence about the damage if the status had to be rebuilt. Empty otherwise."""
         ...
 
@@ -129,7 +129,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
         status, rebuilt = _read_or_rebuild_status(output, resume, command)
         status = status if command is None else replace(status, command=command)
         store = _create_store(output, output, status, lock)
-        store.rebuilt = rebuilt
+        store.rebuild_note = rebuilt
         if (output / SHARES).exists():
             store.merge_shares()
             store.set_status(requeue_jobs(store.status))
@@ -223,7 +223,7 @@ class Store:
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
         """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
-        self.rebuilt = ""
+        self.rebuild_note = ""
         """Sentence that says that the status was damaged, and how it was replaced. Empty if the status was
         intact."""
         self._lock: int | None = lock

@@ -69,12 +69,12 @@ class Decision:
 
     def reason(self, trial: str, step: int) -> str:
         """Return the reason why a trial leaves the sweep at this rung."""
-        place = ordinal(len(self.kept) + self.left.index(trial) + 1)
+        place = ordinal_text(len(self.kept) + self.left.index(trial) + 1)
         survivors = "the best continues" if len(self.kept) == 1 else f"the best {len(self.kept)} continue"
         return f"{LEFT} {step}: {place} of {self.began}, {survivors}"
 
 
-def ordinal(number: int) -> str:
+def ordinal_text(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 

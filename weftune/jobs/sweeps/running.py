@@ -143,7 +143,7 @@ class RunningSweep:
         """Maps each proposed trial that cannot be trained to the reason."""
 
     @property
-    def decides(self) -> bool:
+    def decides_rungs(self) -> bool:
         """Whether the current process decides which trials of the sweep continue."""
         return True
 
@@ -177,7 +177,7 @@ class RunningSweep:
         for name, reason in self._unfinished_leaves():
             self.store.add_job(name)
             self.store.move_job(name, State.CANCELLED, reason)
-        if record is not None and self.store.rebuilt:
+        if record is not None and self.store.rebuild_note:
             self._copy_ended_trials(record, retried_trials)
         self._drop_checkpoints()
         self.read_metrics()
@@ -618,7 +618,7 @@ class SweepInShare(RunningSweep):
     proposes trials and records the state of the sweep."""
 
     @property
-    def decides(self) -> bool:
+    def decides_rungs(self) -> bool:
         return False
 
     def _has_other_trials(self, name: str) -> bool:

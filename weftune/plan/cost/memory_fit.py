@@ -32,7 +32,7 @@ MAX_PEAKS = 100
 class Peak:
     """The predicted memory of a window, before correction factors are applied, and its measured peak."""
 
-    need: MemoryNeed
+    predicted_need: MemoryNeed
     measured_bytes: int
 
 
@@ -129,11 +129,20 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
         return initial_fit
     peaks = peaks[-MAX_PEAKS:]
     parts = np.array(
-        [(one.need.state_bytes, one.need.activation_bytes, one.need.slack_bytes) for one in peaks],
+        [
+            (
+                one.predicted_need.state_bytes,
+                one.predicted_need.activation_bytes,
+                one.predicted_need.slack_bytes,
+            )
+            for one in peaks
+        ],
         dtype=float,
     )
     measured = np.array([one.measured_bytes for one in peaks], dtype=float)
-    rest = measured - [one.need.resident_bytes + initial_fit.head * one.need.logit_bytes for one in peaks]
+    rest = measured - [
+        one.predicted_need.resident_bytes + initial_fit.head * one.predicted_need.logit_bytes for one in peaks
+    ]
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
     start = np.array([initial_fit.state, initial_fit.activations, initial_fit.slack])

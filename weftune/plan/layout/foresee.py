@@ -88,7 +88,7 @@ class StageTimes:
         adapters = local.values_per_token / shape.values_per_token
         head = local.vocabulary / shape.vocabulary
 
-        def divide(kind: KindTerms) -> KindTerms:
+        def divide_terms(kind: KindTerms) -> KindTerms:
             return replace(
                 kind,
                 layer=_scale_row_terms(kind.layer, 1 / shards),
@@ -96,7 +96,9 @@ class StageTimes:
                 adapter=_scale_row_terms(kind.adapter, adapters),
             )
 
-        terms = DirectionTerms(*map(divide, (self.terms.forward, self.terms.backward, self.terms.evaluation)))
+        terms = DirectionTerms(
+            *map(divide_terms, (self.terms.forward, self.terms.backward, self.terms.evaluation))
+        )
         return replace(
             self,
             terms=terms,

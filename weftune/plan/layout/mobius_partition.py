@@ -65,7 +65,7 @@ class _Problem:
     def seconds(self, draft: StreamPartition) -> float:
         return stages_seconds(self.stages(draft), draft.resident_stages, self.host, self.microbatches)
 
-    def excess(self, draft: StreamPartition) -> int:
+    def excess_bytes(self, draft: StreamPartition) -> int:
         """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
         partition fits."""
         return -min(free_bytes(self.stages(draft), draft.resident_stages, self.host))
@@ -97,7 +97,7 @@ def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
     draft = _streamed_partition(tuple(range(len(layers) + 1)))
-    if problem.excess(draft) > 0:
+    if problem.excess_bytes(draft) > 0:
         raise PlanError(_shortage_reason(problem))
     return draft
 
@@ -118,10 +118,10 @@ def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
                     raise PlanError(_shortage_reason(problem))
                 cuts.append(layer)
         draft = _streamed_partition((*cuts, len(problem.layers)))
-        excess = problem.excess(draft)
-        if excess <= 0:
+        excess_bytes = problem.excess_bytes(draft)
+        if excess_bytes <= 0:
             return draft
-        limit -= excess
+        limit -= excess_bytes
 
 
 def _shortage_reason(problem: _Problem) -> str:
@@ -168,7 +168,7 @@ def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPar
     draft = _streamed_partition(cuts)
     for number in range(len(draft.resident_stages)):
         longer = _toggle_resident(draft, number)
-        if problem.excess(longer) <= 0:
+        if problem.excess_bytes(longer) <= 0:
             draft = longer
     return draft
 

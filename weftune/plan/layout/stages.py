@@ -112,13 +112,13 @@ def _stage_memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> 
 def _shortage_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
     """Return an error message that names the stage that exceeds its memory most, in the best partition."""
 
-    def excess(number: int) -> int:
+    def excess_bytes(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])
         return stage.resident_bytes(limits[number].microbatches_in_flight) - limits[number].memory_bytes
 
-    worst = max(range(len(limits)), key=excess)
+    worst = max(range(len(limits)), key=excess_bytes)
     limit = limits[worst]
-    need = excess(worst) + limit.memory_bytes
+    need = excess_bytes(worst) + limit.memory_bytes
     return (
         f"no cut of {len(layers)} layers into {len(limits)} stages fits: in the closest, stage {worst} needs "
         f"{format_bytes(need)} with {limit.microbatches_in_flight} microbatches in flight, but its "

@@ -298,10 +298,10 @@ def choose_for_workers(
     """
     assert jobs, "there is nothing to train"
 
-    def case(together: Sequence[JobShape], capacity: int) -> StreamCase:
-        tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
+    def case(attached_jobs: Sequence[JobShape], capacity: int) -> StreamCase:
+        tokens = max(sum(job.batch_tokens for job in attached_jobs), max_sample_tokens(attached_jobs))
         return StreamCase(
-            shape, tuple(together), device, tokens, capacity, adapters_travel=False, workers=workers
+            shape, tuple(attached_jobs), device, tokens, capacity, adapters_travel=False, workers=workers
         )
 
     tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))

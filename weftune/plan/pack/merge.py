@@ -62,21 +62,25 @@ class MergeRules:
 def merge(
     rounds: Sequence[Sequence[BatchSample]],
     rules: MergeRules,
-    previous: Sequence[Microbatch] = (),
+    previous_microbatches: Sequence[Microbatch] = (),
     move_samples: bool = True,
 ) -> Merged:
-    """Pack each round into microbatches and concatenate the rounds. `previous` contains microbatches that
-    come before the rounds and do not change.
+    """Pack each round into microbatches and concatenate the rounds. `previous_microbatches` come before the
+    rounds and do not change.
 
     With `move_samples`, samples may move into the last microbatch of the round before, unless the sequence
     becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
     to its previous one, which may require no-ops.
     """
     alone = [_pack_samples(samples, rules) for samples in rounds]
-    plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
-    merged = _concatenate(rounds, alone, rules, previous, move_samples=True) if move_samples else plain
+    plain = _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=False)
+    merged = (
+        _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=True)
+        if move_samples
+        else plain
+    )
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
-    verify_microbatches(rounds, best.microbatches, rules, previous)
+    verify_microbatches(rounds, best.microbatches, rules, previous_microbatches)
     return best
 
 
@@ -84,7 +88,7 @@ def verify_microbatches(
     rounds: Sequence[Sequence[BatchSample]],
     microbatches: Sequence[Microbatch],
     rules: MergeRules,
-    previous: Sequence[Microbatch] = (),
+    previous_microbatches: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
     exceeds the capacity, and the batches of a job are far enough apart (the bubble lemma)."""
@@ -93,7 +97,9 @@ def verify_microbatches(
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
-    for number, microbatch in enumerate([*previous, *microbatches], start=-len(previous)):
+    for number, microbatch in enumerate(
+        [*previous_microbatches, *microbatches], start=-len(previous_microbatches)
+    ):
         if number >= 0 and _padded_rows(microbatch, rules.multiple) > rules.capacity:
             raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
@@ -108,20 +114,20 @@ def verify_microbatches(
             ends[one.job, one.batch] = number
 
 
-def _concatenate(
+def _concatenate_rounds(
     rounds: Sequence[Sequence[BatchSample]],
     packed_rounds: Sequence[Sequence[Microbatch]],
     rules: MergeRules,
-    previous: Sequence[Microbatch],
+    previous_microbatches: Sequence[Microbatch],
     move_samples: bool,
 ) -> Merged:
     """Concatenate the rounds. `packed_rounds` contains the microbatches of each round, packed separately.
     With `move_samples`, samples may move into the last microbatch of the round before."""
-    line = _Sequence(rules, previous)
+    line = _Sequence(rules, previous_microbatches)
     moved = 0
     for samples, packed in zip(rounds, packed_rounds, strict=True):
         laid = packed
-        if move_samples and len(line.microbatches) > len(previous):
+        if move_samples and len(line.microbatches) > len(previous_microbatches):
             chosen = line.find_best_fill(samples)
             taken = set(chosen)
             rest = _pack_samples([one for one in samples if one not in taken], rules)
@@ -131,18 +137,18 @@ def _concatenate(
                 moved += len(chosen)
                 laid = rest
         line.append_round(laid)
-    return Merged(tuple(line.microbatches[len(previous) :]), moved, sum(map(len, packed_rounds)))
+    return Merged(tuple(line.microbatches[len(previous_microbatches) :]), moved, sum(map(len, packed_rounds)))
 
 
 class _Sequence:
     """A sequence of microbatches that is being built, with the position of each global batch's last
     microbatch."""
 
-    def __init__(self, rules: MergeRules, previous: Sequence[Microbatch]) -> None:
+    def __init__(self, rules: MergeRules, previous_microbatches: Sequence[Microbatch]) -> None:
         self.rules = rules
         self.microbatches: list[Microbatch] = []
         self.ends: dict[tuple[str, int], int] = {}
-        for microbatch in previous:
+        for microbatch in previous_microbatches:
             self._append_microbatch(microbatch)
 
     def find_best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:

@@ -140,8 +140,8 @@ def _repack_samples(case: Instance, pool: list[int], random: Random) -> Bins:
     return bins
 
 
-def _remove_samples(pool: list[int], removed: list[int]) -> list[int]:
-    taken = set(removed)
+def _remove_samples(pool: list[int], removed_samples: list[int]) -> list[int]:
+    taken = set(removed_samples)
     return [index for index in pool if index not in taken]
 
 
