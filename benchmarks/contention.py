@@ -9,7 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weftune.plan.layout.mapping import EXACT_GPUS, Topology, cross_order, every_order, sequential_order
+from weftune.plan.layout.mapping import (
+    EXACT_GPUS,
+    Topology,
+    every_order,
+    least_contention_order,
+    sequential_order,
+)
 from weftune.plan.layout.mobius_step import Host, MobiusVisit, MobiusVisits
 
 
@@ -20,7 +26,7 @@ class _Upload:
     visit: int
     remaining_bytes: float
     """Bytes that have room from `ready` on."""
-    late_bytes: float
+    delayed_bytes: float
     """Bytes that have no room before `freed`."""
     ready: float
     freed: float
@@ -54,8 +60,8 @@ class _Pass:
         while len(self.first) < len(self.visits):
             for upload in self.uploads:
                 if now >= upload.freed:
-                    upload.remaining_bytes += upload.late_bytes
-                    upload.late_bytes = 0.0
+                    upload.remaining_bytes += upload.delayed_bytes
+                    upload.delayed_bytes = 0.0
             flows = self._flows(root, now)
             ends = [now + upload.remaining_bytes / rate for upload, rate in flows]
             changes = [time for one in self.uploads for time in (one.ready, one.freed) if time > now]
@@ -65,7 +71,7 @@ class _Pass:
                 moved = upload.remaining_bytes if end <= after else rate * (after - now)
                 upload.remaining_bytes -= moved
             now = after
-            for upload in [one for one in self.uploads if one.remaining_bytes == one.late_bytes == 0]:
+            for upload in [one for one in self.uploads if one.remaining_bytes == one.delayed_bytes == 0]:
                 self.uploads.remove(upload)
                 self.arrived[upload.visit] = now
                 self._start_visits()
@@ -91,8 +97,8 @@ class _Pass:
         if below < len(self.visits) and self.visits[below].upload_bytes:
             after = self.visits[below]
             freed = self.last[number] + visit.seconds
-            early = after.upload_bytes - after.late_bytes
-            self.uploads.append(_Upload(below, early, after.late_bytes, start, freed))
+            early = after.upload_bytes - after.delayed_bytes
+            self.uploads.append(_Upload(below, early, after.delayed_bytes, start, freed))
 
     def _flows(self, root: Root, now: float) -> list[tuple[_Upload, float]]:
         """Return the uploads that currently progress, with their bytes per second."""
@@ -128,7 +134,7 @@ def fastest_order(
 
     Equation 13 considers the distance between stages, but not their bytes or compute times.
     """
-    orders = [sequential_order(topology), cross_order(topology, len(visits.forward))]
+    orders = [sequential_order(topology), least_contention_order(topology, len(visits.forward))]
     if topology.gpus <= EXACT_GPUS:
         orders += every_order(topology)
     return min(orders, key=lambda order: contended_seconds(visits, order, topology, host, microbatches, root))

@@ -19,7 +19,7 @@ from statistics import mean, pstdev
 
 from benchmarks.studies.scheme import SEARCHED
 from weftune.plan.cost.estimate import LayerCost
-from weftune.plan.layout.stages import StageLimit, balance
+from weftune.plan.layout.stages import StageLimit, balance_stages
 from weftune.plan.pack.merge import BatchSample, JobLengths, MergeRules, group_jobs, merge
 from weftune.plan.program.prices import PassPrice, PricedCluster, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
@@ -145,7 +145,7 @@ def _microbatch(held: Sequence[BatchSample], batches: Batches) -> MicrobatchPlan
 def balanced() -> tuple[float, ...]:
     """Each stage's cost in layers, where the partition counts the head."""
     layers = [LayerCost("layer", 1.0, 1.0, 0)] * LAYERS + [LayerCost("head", HEAD, HEAD, 0)]
-    return tuple(stage.forward for stage in balance(layers, [StageLimit(1)] * STAGES))
+    return tuple(stage.forward for stage in balance_stages(layers, [StageLimit(1)] * STAGES))
 
 
 def prices(work: Work, costs: Sequence[float]) -> Prices:

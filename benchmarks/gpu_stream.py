@@ -48,7 +48,7 @@ from weftune.bench.timing import (
 from weftune.bench.weftune_side import AttachedJobs
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import LayoutChoice
-from weftune.report.svg import Figure, Pen, Point, ReferenceLine, Series, log_axis, value_axis
+from weftune.report.svg import Figure, LineStyle, Point, ReferenceLine, Series, log_axis, value_axis
 from weftune.report.template import chart_page
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
@@ -136,7 +136,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
         work.tokens,
         measured,
         floor=streamed_floor(case, work, made),
-        predicted_wait=made.choice.waiting_share,
+        predicted_wait=made.choice.waiting_fraction,
         measured_wait=None if taken is None else made.waited.total() / taken,
         losses=all_losses(made.together),
         cut=made.described,
@@ -283,7 +283,7 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     x = log_axis(
         "jobs", min((point.x for point in points), default=1), max((point.x for point in points), default=2)
     )
-    series = [Series(name="streamed", points=points, pen=Pen("#3b7ddd"), dots=True)]
+    series = [Series(name="streamed", points=points, line_style=LineStyle("#3b7ddd"), has_dots=True)]
     figure = Figure(
         x=x,
         y=value_axis("tokens per second", speeds, starts_at_zero=True),

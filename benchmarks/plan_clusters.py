@@ -43,7 +43,7 @@ def main() -> None:
             speed = round_tokens / (choice.round_seconds or 1.0)
             print(
                 f"| {cluster} | {jobs} | streamed over {choice.layout.workers} | {speed:,.0f} | "
-                f"{choice.waiting_share:.0%} | {choice.peak_device_bytes / 2**30:.1f} GiB | memory | | "
+                f"{choice.waiting_fraction:.0%} | {choice.peak_device_bytes / 2**30:.1f} GiB | memory | | "
                 f"{seconds:.1f} |"
             )
             continue
@@ -51,8 +51,8 @@ def main() -> None:
         following = f"{others[0].division.flags}: {others[0].tokens_per_second:,.0f}" if others else ""
         print(
             f"| {cluster} | {jobs} | {best.division.flags} | {best.tokens_per_second:,.0f} | "
-            f"{best.idle_share:.1%} | {best.needs_bytes / 2**30:.1f} GiB | {best.limited_by} | {following} | "
-            f"{seconds:.1f} |"
+            f"{best.idle_fraction:.1%} | {best.needs_bytes / 2**30:.1f} GiB | {best.limited_by} | "
+            f"{following} | {seconds:.1f} |"
         )
         sys.stdout.flush()
 

@@ -16,7 +16,7 @@ from benchmarks.contention import Root, contended_seconds, fastest_order
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.cost.estimate import LayerCost
-from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
+from weftune.plan.layout.mapping import Topology, least_contention_order, sequential_order
 from weftune.plan.layout.mobius_partition import largest_stages, search_partition, smallest_stages
 from weftune.plan.layout.mobius_step import (
     Host,
@@ -120,8 +120,8 @@ def partition_row(shape: Shape, machine: Machine, tokens: int, microbatches: int
         step_seconds(partition, layers, host, microbatches)
         for partition in (largest_stages(layers, host), smallest_stages(layers, host))
     )
-    resident = sum(found.partition.resident)
-    stages = len(found.partition.resident)
+    resident = sum(found.partition.resident_stages)
+    stages = len(found.partition.resident_stages)
     return PartitionRow(
         shape.name,
         machine.name,
@@ -164,7 +164,7 @@ def mapping_rows(topology: Topology, tokens: int = 512) -> Iterator[MappingRow]:
             if step_seconds(partition, layers, host, host.gpus) == float("inf"):
                 continue
             moved = visits(partition, layers, host)
-            cross = cross_order(topology, stages)
+            cross = least_contention_order(topology, stages)
             fair, first = Root(host.bandwidth), Root(host.bandwidth, ordered=True)
             most = [
                 gain(moved, fastest_order(moved, topology, host, host.gpus, root), topology, host, root)
@@ -188,7 +188,7 @@ def even(layers: int, stages: int) -> StreamPartition:
 
 def unfetched(moved: MobiusVisits) -> MobiusVisits:
     def late(direction: Sequence[MobiusVisit]) -> tuple[MobiusVisit, ...]:
-        return tuple(replace(visit, late_bytes=visit.upload_bytes) for visit in direction)
+        return tuple(replace(visit, delayed_bytes=visit.upload_bytes) for visit in direction)
 
     return MobiusVisits(late(moved.forward), late(moved.backward))
 

@@ -133,7 +133,7 @@ def cells(chosen: StreamChoice) -> Iterator[str]:
     yield f"{chosen.device_bytes / GIB:.1f}"
     yield f"{chosen.host_bytes / 1e9:.0f}"
     yield f"{chosen.round_seconds:.2f}"
-    yield f"{chosen.waiting_share:.0%}"
+    yield f"{chosen.waiting_fraction:.0%}"
 
 
 if __name__ == "__main__":

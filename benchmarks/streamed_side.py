@@ -140,7 +140,7 @@ def choose(
         chosen,
         layout=draft.make_layout(cut.adapters_travel, cut.offloaded_rows),
         round_seconds=case.round_seconds(draft),
-        waiting_share=case.waiting_share(draft) if case.fits(draft) else 1.0,
+        waiting_fraction=case.waiting_fraction(draft) if case.fits(draft) else 1.0,
     )
 
 

@@ -12,7 +12,7 @@ from weftune.core.files import cache_folder
 from weftune.errors import PlanError
 from weftune.launch.split import SAMPLED_BATCHES, divide_jobs, fitting_jobs, remaining_work
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.layout.choose import Machine
 from weftune.report.read import JobRecord
 from weftune.run.measure.memory import bytes_before_base
@@ -50,7 +50,7 @@ def names(jobs: list[PreparedJob]) -> frozenset[str]:
 
 def test_jobs_of_different_lengths_become_even_shares_whatever_the_clock_says(tmp_path: Path) -> None:
     jobs = [ready(f"job{steps}", steps=steps) for steps in (10, 20, 30, 40, 50, 60, 70)]
-    cost = arithmetic(SHAPE)
+    cost = uncalibrated_cost_model(SHAPE)
     for count in (2, 3):
         shares = divide_jobs(jobs, cost, machine(count), count, tmp_path, names(jobs))
         seconds = [share.seconds for share in shares]
@@ -61,7 +61,7 @@ def test_jobs_of_different_lengths_become_even_shares_whatever_the_clock_says(tm
 
 def test_with_fewer_jobs_than_devices_nobody_is_started_for_nothing(tmp_path: Path) -> None:
     jobs = [ready("a", steps=3), ready("b", steps=9)]
-    shares = divide_jobs(jobs, arithmetic(SHAPE), machine(4), 4, tmp_path, names(jobs))
+    shares = divide_jobs(jobs, uncalibrated_cost_model(SHAPE), machine(4), 4, tmp_path, names(jobs))
     assert sorted(share.jobs for share in shares) == [("a",), ("b",)]
 
 
@@ -87,7 +87,7 @@ def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothin
     (note,) = heard.notes
     assert note.startswith("warning: large: beside the base on one device it needs ")
     assert note.endswith(" GiB are available")
-    shares = divide_jobs(jobs, arithmetic(SHAPE), machine(2, budget), 2, tmp_path, fits)
+    shares = divide_jobs(jobs, uncalibrated_cost_model(SHAPE), machine(2, budget), 2, tmp_path, fits)
     assert shares[0].seconds == pytest.approx(shares[1].seconds)
 
 

@@ -1,7 +1,7 @@
 """All exceptions that Weftune raises on purpose, with messages written as sentences.
 
-A mistake of the user is a `UserError`: the command line prints its sentences and exits with code 2. Bugs are
-asserts, which end in a traceback.
+An error in the user's input is a `UserError`: the command line prints its sentences and exits with code 2.
+Bugs are found by asserts, which end in a traceback.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ class WeftuneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake of the user: its location, and a sentence that says what is wrong and how to correct it."""
+    """One error in the user's input: its location, and a sentence that says what is wrong and how to correct
+    it."""
 
     location: str
     sentence: str
     line: int = field(default=0, compare=False, repr=False)
-    """Line number in the file, by which mistakes are sorted. 0 if the mistake belongs to no line."""
+    """Line number in the file, by which errors are sorted. 0 if the error belongs to no line."""
 
     def __str__(self) -> str:
         return f"{self.location}: {self.sentence}" if self.location else self.sentence
 
-    def of_job(self, name: str) -> Mistake:
-        """Return the mistake with the job's name added to its location."""
+    def with_job_name(self, name: str) -> Mistake:
+        """Return the error with the job's name added to its location."""
         return Mistake(f"job {name}: {self.location}" if self.location else f"job {name}", self.sentence)
 
 
 class UserError(WeftuneError):
-    """One or more mistakes in the user's input."""
+    """One or more errors in the user's input."""
 
     def __init__(self, mistakes: str | Mistake | Iterable[Mistake]) -> None:
         if isinstance(mistakes, str):
@@ -44,7 +45,7 @@ class UserError(WeftuneError):
 
 
 class SpecError(UserError):
-    """The jobs file, or a spec created in Python, is invalid."""
+    """Raised if the jobs file, or a spec created in Python, is invalid."""
 
 
 class DataError(UserError):
@@ -60,7 +61,7 @@ class WeightsLost(BaseModelError):
 
 
 class OutputError(UserError):
-    """The output folder cannot be written to, or belongs to something else."""
+    """The output folder cannot be written to, or contains files that do not belong to this run."""
 
 
 class AdapterError(UserError):
@@ -68,12 +69,14 @@ class AdapterError(UserError):
 
 
 class PlanError(UserError):
-    """No plan exists for these jobs on these devices. The message names the number at fault."""
+    """No plan exists for these jobs on these devices. The message names the number that rules it out, such as
+    the bytes of memory."""
 
 
 class HostTooSmall(PlanError):
-    """The device has enough memory, but the host does not have enough for the tensors kept there."""
+    """The device has enough memory, but the host does not have enough for the tensors that are kept in host
+    memory."""
 
 
 class MissingPackage(UserError):
-    """An optional package is missing. The message contains the command that installs it."""
+    """Raised if an optional package is missing. The message contains the command that installs it."""

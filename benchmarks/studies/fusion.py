@@ -35,7 +35,7 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.memory import format_bytes
 from weftune.plan.cost.time import Line
-from weftune.plan.layout.balanced import balance
+from weftune.plan.layout.balanced import balance_latencies
 
 NO_TIME = Line(0.0, 0.0)
 ADAPTER_SHARE = 0.5
@@ -445,7 +445,9 @@ def make_buckets(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketi
     trials: dict[int, float | None] = {}
     best: Bucketing | None = None
     for count in _group_counts(len(groups)):
-        spread = [[groups[index] for index in sorted(indices)] for indices in balance(latencies, count)]
+        spread = [
+            [groups[index] for index in sorted(indices)] for indices in balance_latencies(latencies, count)
+        ]
         trials[count] = None
         if any(pipeline.shortage(reduce(add, together)) for together in spread):
             continue

@@ -23,7 +23,7 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.memory import MemoryModel, format_bytes, max_sample_tokens
 from weftune.plan.layout.choose import MAX_TOKENS
-from weftune.plan.layout.stages import StageLimit, balance
+from weftune.plan.layout.stages import StageLimit, balance_stages
 from weftune.plan.program.program import NOTHING, Recompute
 
 SAME_TIME_SHARE = 1e-3
@@ -90,7 +90,7 @@ def cluster_case(
     memory = MemoryModel(shape, first.memory_bytes, uses_fused_ops=first.is_gpu)
     whole = memory.bytes_per_token(replace(recompute, recomputed_layers=0)) // shape.layers
     kept = shape.hidden * shape.bytes_per_value if recompute.recomputed_layers else whole
-    layers = base_layers(shape, kept, separates_ends=len(cluster.devices) > 1)
+    layers = base_layers(shape, kept, has_separate_ends=len(cluster.devices) > 1)
     return ClusterCase(
         shape, cluster, tuple(speeds), layers, recompute, whole if recompute.recomputed_layers else 0
     )
@@ -159,7 +159,7 @@ def cut_stages(
         )
         for number in range(case.stages)
     ]
-    stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance(counted, limits))
+    stages = tuple(stage_cost(costs, stage.start, stage.stop) for stage in balance_stages(counted, limits))
     needs = (
         stage.resident_bytes(limit.microbatches_in_flight) + beside
         for stage, limit in zip(stages, limits, strict=True)

@@ -168,7 +168,7 @@ def test_memory_counts_the_bytes_of_the_base_and_those_of_adapters_apart():
     layers = [
         [
             layer.weight_bytes
-            for layer in base_layers(one.shape, 0, separates_ends=False)
+            for layer in base_layers(one.shape, 0, has_separate_ends=False)
             if layer.kind == "layer"
         ]
         for one in (base, plain)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.contention import Root, contended_seconds, fastest_order
 from tests.plan.streams import HOSTS, bases, partition, partitions
 from weftune.plan.cost.estimate import LayerCost
-from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
+from weftune.plan.layout.mapping import Topology, least_contention_order, sequential_order
 from weftune.plan.layout.mobius_step import Host, StreamPartition, step_seconds, visits
 
 BLOCK = LayerCost("block", 1.0, 2.0, 40)
@@ -72,6 +72,6 @@ def test_cross_mapping_beats_sequential_mapping_where_uploads_decide(roots: tupl
     host = Host(topology.gpus, 100, 10.0)
     layers = [BLOCK] * (5 * topology.gpus)
     chosen = partition(range(len(layers) + 1), [False] * len(layers))
-    cross = seconds(chosen, layers, host, topology, cross_order(topology, len(layers)))
+    cross = seconds(chosen, layers, host, topology, least_contention_order(topology, len(layers)))
     sequential = seconds(chosen, layers, host, topology, sequential_order(topology))
     assert cross < 0.99 * sequential

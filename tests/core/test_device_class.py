@@ -26,10 +26,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
 def fresh():
     """Forget devices and variables that were read before, and in this test."""
     device_class._pretended_class.cache_clear()
-    device_class._from_environment.cache_clear()
+    device_class._class_from_environment.cache_clear()
     yield
     device_class._pretended_class.cache_clear()
-    device_class._from_environment.cache_clear()
+    device_class._class_from_environment.cache_clear()
 
 
 @pytest.fixture

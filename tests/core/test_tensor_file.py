@@ -45,9 +45,9 @@ def test_a_tensor_that_is_not_contiguous_is_a_bug(tmp_path):
 
 def test_hundreds_of_small_tensors_are_one_write_and_a_large_one_is_not_copied(tmp_path, monkeypatch):
     written = []
-    write_all = tensor_file._write_all
+    write_all = tensor_file._write_whole_piece
     monkeypatch.setattr(
-        tensor_file, "_write_all", lambda file, piece: (written.append(piece), write_all(file, piece))
+        tensor_file, "_write_whole_piece", lambda file, piece: (written.append(piece), write_all(file, piece))
     )
     tensors = {f"{at:03d}": torch.full((8, 4), float(at)) for at in range(300)}
     write_tensors(tmp_path / "small", tensors)
@@ -71,5 +71,5 @@ def test_what_a_write_leaves_over_is_written_by_the_next(tmp_path):
             return min(3, len(content))
 
     file = Hesitant()
-    tensor_file._write_all(file, b"12345678")
+    tensor_file._write_whole_piece(file, b"12345678")
     assert file.taken == b"12345678"

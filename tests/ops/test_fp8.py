@@ -56,7 +56,10 @@ def check_product(rows, outputs, inputs, dtype, bound):
     weight = CodedMatrix.quantise(drawn((outputs, inputs), GPU, seed=1, spread=spread))
     x_TK = drawn((rows, inputs), GPU, dtype, 2, max(spread, 0))
     dy_TN = drawn((rows, outputs), GPU, dtype, 3, max(spread, 0))
-    cases = (x_TK, weight.codes(), None, weight.scale()), (dy_TN, weight.turned(), weight.scale(), None)
+    cases = (
+        (x_TK, weight.codes(), None, weight.scale()),
+        (dy_TN, weight.transposed_codes(), weight.scale(), None),
+    )
     for operands in cases:
         got, want = multiply(*operands, dtype), multiply_codes(*operands, torch.float32)
         assert got.dtype is dtype

@@ -162,7 +162,7 @@ def test_of_a_long_window_the_first_actions_are_drawn_and_the_page_says_so(run, 
         for one in run.timeline.events
         if one.lane is Lane.compute and one.start > cut.bars[-1].start
     )
-    assert "first 5 actions" in timeline_charts(Timelines(foreseen=cut, measured=cut))[0].words
+    assert "first 5 actions" in timeline_charts(Timelines(foreseen=cut, measured=cut))[0].caption
 
 
 def test_the_page_shows_them_and_names_from_outside_stay_text(timelines, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from weftune.report.svg import (
     Axis,
     Figure,
+    LineStyle,
     Parallel,
-    Pen,
     Point,
     ReferenceLine,
     Series,
@@ -24,13 +24,13 @@ from weftune.report.svg import (
     value_axis,
 )
 
-PEN = Pen("#123456", "dash")
+PEN = LineStyle("#123456", "dash")
 
 
 def drawn(
     *points: tuple[float, float | None], levels: tuple[ReferenceLine, ...] = (), name: str = "a"
 ) -> str:
-    series = Series(name=name, points=[Point(x, y) for x, y in points], pen=PEN)
+    series = Series(name=name, points=[Point(x, y) for x, y in points], line_style=PEN)
     figure = Figure(
         x=linear_axis("step", 0, 10), y=linear_axis("loss", 0, 1), series=[series], reference_lines=levels
     )
@@ -100,7 +100,9 @@ def test_parallel_coordinates_are_drawn_upright_for_wide_and_lying_for_narrow_sc
         Axis(label="rank", min_value=0, max_value=1, ticks=((0.0, "8"), (1.0, "64"))),
         Axis(label="loss", min_value=0, max_value=1, ticks=((0.0, "1.2"),)),
     ]
-    line = Series(name="a", points=[Point(0, 1.0), Point(1, 0.0)], pen=PEN, tooltips=["rank 64", "loss 1.2"])
+    line = Series(
+        name="a", points=[Point(0, 1.0), Point(1, 0.0)], line_style=PEN, tooltips=["rank 64", "loss 1.2"]
+    )
     upright, lying = str(figure_html(Parallel(axes, [line]))).split('<div class="plot parallel lying"')
     assert 'd="M250 0L750 1000"' in upright
     assert 'd="M1000 250L0 750"' in lying

@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.sweep_example import sweep_record
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.report.charts import Chart, job_pen
-from weftune.report.svg import Figure, Pen
+from weftune.report.charts import Chart, job_line_style
+from weftune.report.svg import Figure, LineStyle
 from weftune.report.sweep_charts import sweep_charts
 
 
@@ -23,8 +23,8 @@ def parallel(record: SweepRecord) -> Chart:
     return sweep_charts(record, pens_of(record))[0]
 
 
-def pens_of(record: SweepRecord) -> dict[str, Pen]:
-    return {name: job_pen(index) for index, name in enumerate(record.best)}
+def pens_of(record: SweepRecord) -> dict[str, LineStyle]:
+    return {name: job_line_style(index) for index, name in enumerate(record.best)}
 
 
 def with_values(key: str, values: list[Any]) -> SweepRecord:
@@ -156,6 +156,6 @@ def test_without_halving_there_is_one_result_and_no_talk_of_rungs() -> None:
         for at, trial in enumerate(record.trials)
     ]
     changed = replace(record, trials=tuple(trials), rungs=(200,), decisions=())
-    assert "rung" not in parallel(changed).words
+    assert "rung" not in parallel(changed).caption
     assert all(len(one.points) == 4 for one in parallel(changed).figure.series)
     assert [one.name for one in charts(changed)["learning_rate"].series] == ["step 200"]

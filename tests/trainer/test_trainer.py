@@ -11,7 +11,7 @@ from tests.trainer.test_saves import job
 from tests.trainer.test_wall_time import Listener
 from weftune import JobSpec, Options
 from weftune.core.clock import Phase, PhaseClock, use_clock
-from weftune.jobs.spec.layer import layer_from_keywords
+from weftune.jobs.spec.layer import keys_from_keywords
 from weftune.jobs.sweeps.spec import Trial
 from weftune.report.read import read_wall_times
 
@@ -64,7 +64,7 @@ class NextRate:
 def test_trials_that_an_earlier_run_has_proposed_are_jobs_of_the_resumed_one(tmp_path):
     model, keys = bench.base("opt"), {"steps": 2, "eval": {"fraction": 0.25, "every": 2}}
     jobs = [trial(rate, **keys) for rate in RATES[:3]]
-    given = layer_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    given = keys_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
     sweep = replace(sweep_of(jobs, at=(), search="tpe", trials=5, keep=1), keys=given)
 
     def run(callback=None, **options):

@@ -171,7 +171,9 @@ def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
             except DataError as error:
                 found = error.mistakes
             known.append((job.data, job.eval, row_kind, found))
-        mistakes.update(dict.fromkeys(one.of_job(job.name) if includes_job_names else one for one in found))
+        mistakes.update(
+            dict.fromkeys(one.with_job_name(job.name) if includes_job_names else one for one in found)
+        )
     if mistakes:
         raise DataError(mistakes)
 

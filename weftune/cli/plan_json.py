@@ -106,7 +106,7 @@ def _streamed_numbers(outlook: StreamOutlook, plan: Plan) -> dict[str, Any]:
         "budget_bytes": [budget] * devices if devices > 1 else budget,
         "host_bytes": choice.host_bytes,
         "round_seconds": choice.round_seconds,
-        "unhidden_seconds": choice.waiting_share * outlook.forecast.seconds,
+        "unhidden_seconds": choice.waiting_fraction * outlook.forecast.seconds,
         "uploaded_bytes": outlook.uploaded_bytes,
         "why": choice.reason,
     }
@@ -118,7 +118,7 @@ def _candidate_numbers(candidate: Candidate) -> dict[str, Any]:
         "capacity": candidate.capacity,
         "tokens_per_second": candidate.tokens_per_second,
         "needs_bytes": candidate.needs_bytes,
-        "idle_share": candidate.idle_share,
+        "idle_share": candidate.idle_fraction,
         "limited_by": candidate.limited_by,
     }
 

@@ -164,7 +164,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
             one.division.flags + (" (microbatches overlap)" if one.division.overlaps else ""),
             f"{one.tokens_per_second:,.0f}",
             format_bytes(one.needs_bytes),
-            f"{one.idle_share:.1%}",
+            f"{one.idle_fraction:.1%}",
             f"{one.capacity:,}",
             one.limited_by,
         )
@@ -179,7 +179,7 @@ def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None
         f"{count_noun(len(choice.attached_jobs), 'job')} on {plan.case.cluster.name}: the base does not fit "
         "together "
         f"with a job, so it is {source}. A round (a global batch of every job, with the longest samples) "
-        f"takes {seconds:.3g} s; in {choice.waiting_share * seconds:.3g} s of them devices wait for the "
+        f"takes {seconds:.3g} s; in {choice.waiting_fraction * seconds:.3g} s of them devices wait for the "
         "host: "
         f"transfers that compute does not hide, or passes not yet launched.{_flags_sentence(plan)}",
         highlight=False,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""Label of a row that is not supervised, as in torch and transformers."""
+"""Target of a row that does not count in the loss, as in torch and transformers."""
 
 
 OWN_ADAPTER = ""
-"""Value of `Segment.adapter` for the adapter of the job that the rows belong to."""
+"""Name in place of which the adapter of the job that a segment's rows belong to is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Segment:
     """Name of the job whose adapter is applied to the rows, by default the job that they belong to. None
     applies no adapter."""
     prefix_rows: int = 0
-    """Number of rows that the adapter inserts before the samples. They are not tokens of the data."""
+    """Number of rows (virtual tokens) that the adapter inserts before the samples."""
     kl_purpose: Literal["", "batch", "held_out"] = ""
-    """If the rows are prompts with other samples' answers, the loss whose KL term is estimated from them:
-    `batch` for that of the job's next global batch, and `held_out` for that of the held-out samples. Empty
-    for all other rows."""
+    """Loss whose KL term is estimated from the rows, if these are prompts with the answers of other samples:
+    `batch` is the loss of the job's next global batch, `held_out` that of the held-out samples. Empty for all
+    other rows."""
 
     @property
     def adapter_job(self) -> str | None:
@@ -44,7 +44,7 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the job's data."""
+        """Number of tokens of the segment, without rows that the adapter inserts."""
         return self.stop - self.start - self.prefix_rows
 
     @property
@@ -58,16 +58,18 @@ class Microbatch:
     positions_T: Tensor
     """Positions, which restart with every sample: at 0, or after the keys that an adapter inserts."""
     targets_T: Tensor
-    """Target of each row: the next token of its sample if that token is supervised, else IGNORED."""
+    """Target of each row: the next token of its sample if that token is supervised, otherwise `IGNORED`."""
     token_index_T: Tensor
-    """Index of the row in its job's global batch, regardless of packing; the counter for dropout."""
+    """Index of each row in its job's global batch, whatever the packing. It is the counter of the random
+    numbers for dropout."""
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
     answer_tokens: tuple[int, ...] = ()
-    """Number of answer tokens of each sample, whether or not a row predicts them; 0 for samples that are no
-    part of a preference pair. Empty without pairs."""
+    """Number of answer tokens of each sample, whether or not a row predicts them. 0 for samples that are not
+    part of a preference pair. Empty if there are no pairs."""
     desirable: tuple[bool, ...] = ()
-    """Label of each sample; True for samples without one. Empty without labels."""
+    """Whether each sample is labelled as desirable (as in KTO). True for samples without a label. Empty if no
+    sample has one."""
     references_S: Tensor | None = None
     """Sum of the reference policy's log-probabilities over the supervised rows of each sample; 0 for samples
     of jobs without a reference policy. None if no job of the microbatch has one."""
@@ -77,7 +79,8 @@ class Microbatch:
         return self.tokens_T.shape[0]
 
     def part(self, rows: slice) -> Microbatch:
-        """Return a range of rows as one microbatch. Its samples may be incomplete and count as one."""
+        """Return a range of rows as a microbatch. The rows may begin or end within samples and count as one
+        sample."""
         first, last = rows.start, rows.stop
         segments = (
             replace(one, start=max(one.start, first) - first, stop=min(one.stop, last) - first)
@@ -114,8 +117,8 @@ class Microbatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device. For a GPU, it is copied to pinned memory first, so that the host does not
-    wait."""
+    """Copy a tensor to a device. A tensor for a GPU is copied to pinned memory first, so that the host does
+    not wait for the transfer."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

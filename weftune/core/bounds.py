@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_COUNT = 10**12
-"""Maximum number of steps or tokens: far more than anyone trains, and still exact in a float."""
+"""Maximum number of steps or tokens in a spec: larger than any real number of them, but still exact as a
+float."""
 MAX_SHOWN = 40
 
 
@@ -22,15 +23,15 @@ class Bound:
     below: float = math.inf
     at_most: float = math.inf
     share: bool = False
-    """Whether a value below 1 is a fraction of the run and any other value a number of steps."""
+    """Whether a value below 1 means a fraction of the job's steps and any other value a number of steps."""
     meaning: str = ""
-    """Meaning of the number, for error messages. Empty if the name of the key is clear."""
+    """Meaning of the number, for error messages. Empty if the name of its key says enough."""
     whole: bool = False
-    none: bool = False
+    allows_none: bool = False
 
     def fault(self, value: Any) -> str | None:
         """Return the error message for `value`, or None if it is allowed."""
-        if value is None and self.none:
+        if value is None and self.allows_none:
             return None
         got = format_value(value)
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -24,7 +24,8 @@ from pathlib import Path
 COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
 """Environment variable with the start time of the command, in seconds since 1970, for subprocesses."""
 MAX_START_SECONDS = 3600.0
-"""Maximum plausible seconds from the start of a process to its first line; more is a misread clock."""
+"""Maximum plausible age of a process when Weftune is imported, in seconds. A larger value means that the
+clock was misread."""
 
 
 class Phase(StrEnum):
@@ -42,23 +43,24 @@ class Phase(StrEnum):
     EXPORT = "export"
     REPORT = "report"
     OTHER = "other"
-    """Time that belongs to no other phase."""
+    """Wall time that belongs to no other phase of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WallTime:
     started: float
-    """Seconds since 1970."""
+    """Start time of the run, in seconds since 1970."""
     seconds: float
     phases: Mapping[Phase, float]
-    """Seconds of every phase; their sum is `seconds`."""
+    """Maps each phase of the run to its seconds. Their sum is the wall time."""
 
 
 class PhaseClock:
     def __init__(
         self, elapsed_seconds: float = 0.0, read_clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start a clock `elapsed_seconds` in the past, which count as `OTHER` until they are reassigned."""
+        """Start a clock of a run's phases, `elapsed_seconds` in the past. These seconds count as `OTHER`
+        until they are reassigned."""
         self.started = time.time() - elapsed_seconds
         self._now = read_clock
         self._lock = threading.Lock()
@@ -77,7 +79,8 @@ class PhaseClock:
             self._open.pop()
 
     def reassign_seconds(self, phase: Phase, seconds: float) -> None:
-        """Move the last `seconds` of the open phase to `phase`, for times that are known only afterwards."""
+        """Move the last `seconds` of the open phase to `phase`, for durations that are known only
+        afterwards."""
         with self._lock:
             self._add_elapsed_time()
             self._seconds[self._open[-1]] -= seconds
@@ -95,12 +98,12 @@ class PhaseClock:
 
 
 _CLOCKS: dict[int, PhaseClock] = {}
-"""Maps the id of each owning thread to its running clock."""
+"""Maps the id of each thread whose wall time is measured to its clock."""
 
 
 @contextmanager
 def use_clock(clock: PhaseClock) -> Iterator[PhaseClock]:
-    """Measure this thread's phases with `clock` inside the context."""
+    """Return a context manager that measures the phases of the current thread with `clock`."""
     owner = threading.get_ident()
     before = _CLOCKS.get(owner)
     _CLOCKS[owner] = clock
@@ -114,7 +117,7 @@ def use_clock(clock: PhaseClock) -> Iterator[PhaseClock]:
 
 
 def current_clock() -> PhaseClock | None:
-    """Return the clock that measures this thread, or None."""
+    """Return the clock that measures the wall time of the current thread, or None."""
     own = _CLOCKS.get(threading.get_ident())
     if own is not None or not _CLOCKS:
         return own
@@ -123,13 +126,13 @@ def current_clock() -> PhaseClock | None:
 
 
 def _is_foreign_thread() -> bool:
-    """Whether Python did not start this thread."""
+    """Return whether the current thread was not started by Python."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Count the time inside the context as this phase. It can also be used as a decorator."""
+    """Return a context manager or decorator that counts the enclosed wall time as this phase of the run."""
     clock = current_clock()
     if clock is None:
         yield
@@ -143,8 +146,9 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def count_imports() -> Iterator[None]:
-    """Count the time in the context as imports. Garbage collection is off, since it would repeatedly traverse
-    all imported definitions. These never become garbage, so later collections skip them."""
+    """Return a context manager that counts the enclosed wall time as imports. It disables garbage collection,
+    which would repeatedly traverse all imported definitions. These never become garbage, so later collections
+    skip them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -157,14 +161,16 @@ def count_imports() -> Iterator[None]:
 
 
 def reassign_seconds(name: Phase, seconds: float) -> None:
-    """Call `PhaseClock.reassign_seconds` on the current clock, if there is one."""
+    """Move the last `seconds` of the run's open phase to the phase `name`, if the current thread has a
+    clock."""
     clock = current_clock()
     if clock is not None:
         clock.reassign_seconds(name, seconds)
 
 
 def process_clock() -> PhaseClock:
-    """Return a clock that started with the command. The age of this process counts as imports."""
+    """Return a clock that started with the command line, in which the age of this process counts as
+    imports."""
     age = process_seconds()
     clock = PhaseClock(max(age, command_seconds()))
     clock.reassign_seconds(Phase.IMPORTS, age)

@@ -19,15 +19,16 @@ import torch.utils.deterministic
 from weftune.errors import UserError
 
 WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""One of the two values with which cuBLAS guarantees the same bits. Torch reads it at the first matrix
-product on a GPU, and without it raises an error at every product."""
+"""Environment variable that determines the workspace of cuBLAS, and one of its two values with which results
+are deterministic. Torch reads it at the first matrix product on a GPU. Without it, torch raises an error at
+every product in deterministic mode."""
 REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
 @contextmanager
 def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
-    """Make torch compute the same bits in every run inside the context, if `enabled`; restore its settings
-    afterwards.
+    """Return a context manager in which torch computes the same bits in every run, if `enabled`. Torch's
+    settings are restored afterwards.
 
     An operation without a deterministic implementation raises a UserError that names it.
     """

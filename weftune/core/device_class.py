@@ -1,4 +1,5 @@
-"""Classes of GPUs by compute capability, from which kernels and their launch parameters are selected."""
+"""GPU classes: the features of GPUs by compute capability, by which kernels and their launch parameters are
+selected."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from weftune.errors import UserError
 TEST_COMMAND = "make smoke-gpu"
 """Command that tests all kernels on a machine's GPUs. It must be run in a clone of the repository."""
 VARIABLE = "WEFTUNE_DEVICE_CLASS"
-"""Environment variable with the capability of the class that every GPU of the process pretends to be."""
+"""Environment variable with a compute capability. All GPUs of the process are treated as GPUs of this
+capability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,12 @@ class DeviceClass:
     capability: tuple[int, int]
     name: str
     example_gpus: str
-    """Examples of GPUs."""
+    """Names of a few GPUs that belong to the class."""
     shared_memory: int
-    """Bytes of shared memory that one program may use."""
+    """Bytes of shared memory that one program of a kernel may use."""
     multiprocessors: int
-    """Number of multiprocessors of the device or, for a class that no device in use belongs to, of the first
-    GPU in `example_gpus`."""
+    """Number of multiprocessors of the device. If there is no such device, that of the first GPU in
+    `example_gpus`."""
     has_copy_engines: bool = False
     """Whether tensor descriptors are copied by hardware (TMA)."""
     has_fp8: bool = False
@@ -40,7 +42,7 @@ class DeviceClass:
     has_kernels: bool = True
     """Whether Triton compiles kernels for these GPUs."""
     is_tested: bool = False
-    """Whether the tests of this project have run on such a GPU."""
+    """Whether Weftune's tests have run on a GPU of this class."""
 
     @property
     def architecture(self) -> str:
@@ -77,28 +79,32 @@ CLASSES = (
         (12, 0), "Blackwell", "RTX 5090, RTX PRO 6000", 99 << 10, 170, has_copy_engines=True, has_fp8=True
     ),
 )
-"""Known classes, by increasing capability."""
+"""Known GPU classes, by increasing compute capability."""
 OLDER = DeviceClass((0, 0), "before Ampere", "V100, T4", 48 << 10, 40, has_kernels=False)
-"""Class of GPUs that Triton does not support: everything is computed by plain torch."""
+"""Features of GPUs that are too old for Triton, on which plain torch is used instead of kernels."""
 INTERPRETER = DeviceClass((0, 0), "CPU", "Triton's interpreter", 160 << 10, 3, has_kernels=False)
-"""Class of a CPU. Its number of programs is small, so that tests cover loops over tiles."""
+"""Features that kernels assume on a CPU, in Triton's interpreter. The number of multiprocessors is small, so
+that tests cover loops over tiles."""
 
 _pretended: DeviceClass | None = None
 
 
 def get_device_class(device: torch.device) -> DeviceClass:
-    """Return the class of a device, with the shared memory and multiprocessors that the device has.
+    """Return the features of a device that kernels depend on, with the shared memory and multiprocessors that
+    the device has.
 
-    A GPU of unknown capability belongs to the nearest lower class, without being tested.
+    A GPU of unknown compute capability gets the features of the nearest lower one, but counts as untested.
     """
-    return _pretended_class(device, _pretended or _from_environment())
+    return _pretended_class(device, _pretended or _class_from_environment())
 
 
 @contextmanager
 def pretend_device_class(device_class: DeviceClass) -> Iterator[None]:
-    """Select kernels and launch parameters as on a GPU of another class inside the context, in all threads.
+    """Return a context manager in which kernels and launch parameters are selected as on a GPU of another
+    class, in all threads.
 
-    A GPU keeps its number of multiprocessors, and never gets more shared memory than it has.
+    The number of multiprocessors stays that of the device, and shared memory is limited to what the device
+    has.
     """
     global _pretended
     before, _pretended = _pretended, device_class
@@ -109,7 +115,8 @@ def pretend_device_class(device_class: DeviceClass) -> Iterator[None]:
 
 
 def class_for_capability(capability: tuple[int, int]) -> DeviceClass:
-    """Return the class of a capability: the nearest lower one if the capability is not known."""
+    """Return the GPU class of a compute capability, or the nearest lower class if the capability is not
+    known."""
     below = [one for one in CLASSES if one.capability <= capability]
     found = below[-1] if below else OLDER
     return found if found.capability == capability else replace(found, is_tested=False)
@@ -130,7 +137,7 @@ def _pretended_class(device: torch.device, pretended_class: DeviceClass | None) 
 
 
 @cache
-def _from_environment() -> DeviceClass | None:
+def _class_from_environment() -> DeviceClass | None:
     if not (given := os.environ.get(VARIABLE)):
         return None
     known = {f"{one.capability[0]}.{one.capability[1]}": one for one in CLASSES}

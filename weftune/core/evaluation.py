@@ -1,4 +1,4 @@
-"""Records of evaluations: scores of adapters on the same rows, their ranking, and answered prompts."""
+"""Results of evaluations: scores of adapters on the same rows, their ranking, and answered prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "
 better."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
-"""Metrics of preference pairs, with the bare base as reference policy. Higher values are better."""
+"""Metrics of preference pairs, computed with the base alone as reference policy. Higher values are better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class AdapterScores:
 
     adapter: str
     rows: int
-    """Number of rows of the data that were used."""
+    """Number of rows on which the adapter was evaluated."""
     tokens: int
     """Number of supervised tokens, over which loss and token accuracy are means."""
     scores: Mapping[str, float | None]
-    """Maps each metric to its value. None if the data does not allow it."""
+    """Maps each metric to its value. The value is None if the metric cannot be computed from the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class AnsweredRow:
 
     location: str
     values: Mapping[str, Any]
-    """Maps each column of the row to its value."""
+    """Maps each column of the data to its value in the row."""
     prompt: str | tuple[dict[str, Any], ...]
-    """A plain text, or the messages of a chat."""
+    """The prompt as a string, or as the messages of a chat."""
     tools: list[Any] | None
     expected: str | None
     answers: dict[str, str] = field(default_factory=dict)
@@ -54,25 +54,26 @@ class Evaluation:
     """Name of the base model."""
     results: tuple[AdapterScores, ...]
     answers: tuple[AnsweredRow, ...]
-    """Rows with a prompt, in the order of the file. Empty if no answers were generated."""
+    """Rows with a prompt and their answers, in the order of the file. Empty if no answers were generated."""
     notes: tuple[str, ...] = ()
     """Sentences about rows that were skipped or truncated."""
 
     def rank_results(self, metric: str) -> list[AdapterScores]:
-        """Return the results, best first. Results with equal values are ordered by their loss; results
-        without a value are last."""
+        """Return the scores of all adapters, sorted by a metric, best first. Adapters with equal values are
+        ordered by their loss, and adapters without a value are last."""
         return sorted(
             self.results, key=lambda one: (_sort_key(metric, one.scores), _sort_key("loss", one.scores))
         )
 
     def best(self, metric: str) -> str | None:
-        """Return the adapter with the best value. None if fewer than two results have one."""
+        """Return the name of the adapter with the best value of a metric, or None if fewer than two adapters
+        have a value."""
         first = self.rank_results(metric)[:2]
         is_comparable = len(first) == 2 and isfinite(_sort_key(metric, first[1].scores))
         return first[0].adapter if is_comparable else None
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the JSON file."""
+        """Return the scores and answers as a JSON-compatible dict."""
         results = [
             {"adapter": one.adapter, "data": self.data, "rows": one.rows, "tokens": one.tokens, **one.scores}
             for one in self.results

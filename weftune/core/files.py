@@ -16,7 +16,8 @@ from typing import Any
 from weftune.errors import OutputError
 
 MAX_PENDING_LINES = 50_000
-"""Maximum number of lines kept in memory while writing fails; beyond it the oldest are dropped."""
+"""Maximum number of lines that are kept in memory while a file cannot be written. If there are more, the
+oldest are dropped."""
 FORMAT = 1
 """Current format version of job.yaml, checkpoints and status.json. It must be increased with every change
 that older versions of Weftune would misread."""
@@ -28,11 +29,11 @@ safetensors and tokenizers."""
 MAX_YAML_CHARACTERS = 1 << 16
 MAX_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""Pattern that matches the start of deeply indented lines of YAML."""
+"""Pattern that matches the start of deeply nested lines of YAML."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return valid JSON. Numbers that are not finite become null."""
+    """Return a value as JSON. Numbers that are not finite become null."""
     return json.dumps(_json_value(value), ensure_ascii=False, indent=indent)
 
 
@@ -58,12 +59,12 @@ def _json_value(value: Any) -> Any:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the temporary path that is written and then renamed to `path`."""
+    """Return the path of the temporary file that is written and then renamed to `path`."""
     return path.with_name(f".{path.name}.new")
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers, also after a crash, see either the old or the new content."""
+    """Replace a file atomically. Readers see either the old or the new content, even after a crash."""
     fresh = temporary_path(path)
     try:
         with fresh.open("wb") as file:
@@ -109,7 +110,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending lines to the file, without syncing it."""
+        """Write all lines that are still in memory to the file, without syncing it."""
         content = b"".join(self._unwritten)
         if not content:
             return
@@ -131,7 +132,8 @@ class LineFile:
         self._unwritten.clear()
 
     def filter_lines(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Remove lines that are incomplete or for which `is_kept` is false; rewrite only if any are."""
+        """Remove lines that are incomplete or for which `is_kept` is false. The file is rewritten only if
+        there are any."""
         self.close()
         if not self.path.exists():
             return
@@ -140,7 +142,7 @@ class LineFile:
             replace_file(self.path, kept)
 
     def sync(self) -> None:
-        """Sync all flushed lines to the disk; other threads may append lines meanwhile."""
+        """Sync all flushed lines to the disk. Other threads may append lines in the meantime."""
         if self._handle is not None:
             try:
                 os.fsync(self._handle)
@@ -154,7 +156,8 @@ class LineFile:
 
 
 def filtered_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
-    """Return the complete lines of a file for which `is_kept` is true; empty if there is no file."""
+    """Return the complete JSON lines of a file for which `is_kept` is true, or empty bytes if there is no
+    file."""
     if not path.exists():
         return b""
     kept = []
@@ -215,7 +218,8 @@ class UnknownFormat(OutputError):
 
 
 def refuse_unknown_format(file_version: Any, path: Path) -> None:
-    """Raise UnknownFormat if this version cannot read the format `file_version` of the file at `path`."""
+    """Raise UnknownFormat if this version of Weftune cannot read files with the format version
+    `file_version`."""
     version = BEFORE if file_version is None else file_version
     if isinstance(version, int) and not isinstance(version, bool) and BEFORE <= version <= FORMAT:
         return
@@ -227,7 +231,7 @@ def refuse_unknown_format(file_version: Any, path: Path) -> None:
 
 def load_yaml(text: str) -> Any:
     """Parse YAML that Weftune wrote, with libyaml if it is installed: with thousands of jobs, the Python
-    parser takes longer than their training. Deeply nested text is left to the Python parser, which raises
+    parser takes longer than their training. Deeply nested YAML is parsed by the Python parser, which raises
     RecursionError early; libyaml would accept it and later code would fail."""
     import yaml
 
@@ -237,7 +241,8 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: Any) -> bytes:
-    """Return plain values as YAML with keys in their given order, written by libyaml if it is installed."""
+    """Return plain values as YAML, with keys in their given order. It is written by libyaml if that is
+    installed."""
     import yaml
 
     dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

@@ -7,11 +7,13 @@ from typing import Literal
 
 TIMEOUT_SECONDS = 5.0
 NAMES = {"model": "folder", "dataset": "file or folder"}
-"""Maps each kind of repository to the kind of local file or folder that its name could also refer to."""
+"""Maps each kind of repository on the Hugging Face Hub to what its name can refer to locally, as words for
+error messages."""
 
 
 def absence_reason(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
-    """Return why `name` is not available from the Hub, or None if it is available or in the local cache."""
+    """Return the reason why a repository is not available from the Hugging Face Hub, or None if it is
+    available or in the local cache."""
     if _is_cached(name, kind, revision):
         return None
     from huggingface_hub import HfApi, errors

@@ -13,24 +13,25 @@ from contextlib import contextmanager
 from types import FrameType
 
 FINISH_SECONDS = 10.0
-"""Seconds allowed for steps to finish after a stop request; then open global batches are dropped."""
+"""Seconds that optimizer steps may take to finish after a request to stop. Global batches that are unfinished
+by then are dropped."""
 
 
 class StopRequest:
-    """A request to stop, checked while a window runs."""
+    """A request to stop the run, which is checked while a window runs."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop
         self._since: float | None = None
 
     def is_pending(self) -> bool:
-        """Return whether to stop at the next point where no global batch is incomplete."""
+        """Return whether the run must stop as soon as no global batch is unfinished."""
         if self._since is None and self._stop():
             self._since = time.monotonic()
         return self._since is not None
 
     def is_overdue(self) -> bool:
-        """Return whether to stop at once, even within a global batch."""
+        """Return whether the run must stop at once, even within a global batch."""
         return self.is_pending() and time.monotonic() - (self._since or 0.0) > FINISH_SECONDS
 
 

@@ -36,16 +36,18 @@ from weftune.errors import Mistake, UserError
 
 MAX_BYTES = 256 * 2**20
 SECONDS = 2.0
-"""Maximum processor time per call, in seconds. Ordinary calls take milliseconds."""
+"""Maximum processor time per call of untrusted work, in seconds. Ordinary calls take milliseconds."""
 WALL_SECONDS = 60.0
-"""Maximum wall time per call, in seconds, where processor time cannot be limited (Windows)."""
+"""Maximum wall time per call of untrusted work, in seconds, where processor time cannot be limited
+(Windows)."""
 LENGTH_BYTES = 8
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment variables that keep libraries from reserving memory for threads and allocators, which would
-count towards the limit."""
+count towards the memory limit."""
 MAX_PATTERN_LETTERS = 10_000
 PATTERN_SECONDS = 0.5
-"""Maximum seconds for all names together; ordinary patterns take less than a thousandth of it."""
+"""Maximum seconds for matching a pattern against all names together. Ordinary patterns take less than a
+thousandth of it."""
 REPEATS = re.compile(r"[*+?{]")
 TYPICAL_NAMES = tuple(
     f"{stem}.{layer}.{part}"
@@ -53,13 +55,13 @@ TYPICAL_NAMES = tuple(
     for layer in (0, 17)
     for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_up_proj", "attn.c_attn")
 )
-"""Typical module paths, on which patterns are tried while the base is not known."""
+"""Typical module paths, on which the speed of patterns is tested if the base is not known."""
 
 Reason = Literal["time", "memory", "crash"]
 
 
 class LimitExceeded(Exception):
-    """Raised if a call exceeded a limit or its process died."""
+    """Raised if a call in the limited process exceeded a limit on time or memory, or if the process died."""
 
     def __init__(self, reason: Reason, seconds: float) -> None:
         self.reason = reason
@@ -73,7 +75,7 @@ class LimitExceeded(Exception):
 
 def run_limited(function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> Any:
     """Run `function`, defined in a module of Weftune, in the limited process and return its result as JSON
-    values. Raise Stopped at a limit, or the UserError that the function raised."""
+    values. Raise LimitExceeded at a limit, or the UserError that the function raised."""
     return _shared_process().call(function, arguments, seconds)
 
 
@@ -111,7 +113,8 @@ class _LimitedProcess:
         return reply["value"]
 
     def _running_process(self) -> subprocess.Popen[bytes]:
-        """Return the process; start one if there is none, it has ended, or it belongs to a forking parent."""
+        """Return the limited process. Start one if there is none, if it has ended, or if it was started by
+        the parent of a fork."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
             self._running, self._owner = start_server(__name__, SINGLE_THREADED), os.getpid()
         return self._running
@@ -126,7 +129,7 @@ class _LimitedProcess:
 def _send_request(
     process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
 ) -> dict[str, Any] | None:
-    """Send a request and return the reply, or None if the process died."""
+    """Send a request to the limited process and return the reply, or None if the process died."""
     watch = None if hasattr(signal, "setitimer") else threading.Timer(WALL_SECONDS, process.kill)
     try:
         if watch is not None:
@@ -198,19 +201,21 @@ def _answer_call(payload: bytes) -> bytes:
 
 
 def limit_seconds(seconds: float) -> None:
-    """Limit the processor time of this process to `seconds` more; then the system kills it."""
+    """Limit the further processor time of this process to `seconds`. The operating system kills it
+    afterwards."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def suffix_expression(pattern: str) -> str:
-    """Return a regular expression for module paths that end in `pattern`, as PEFT matches them."""
+    """Return a regular expression for module paths that end in the regular expression `pattern`, as PEFT
+    matches them."""
     return rf"(.*\.)?({pattern})"
 
 
 def slow_pattern_error(expressions: Iterable[str], names: Sequence[str] = TYPICAL_NAMES) -> str | None:
-    """Return a sentence if the expressions are too slow to match against `names`, or None. Expressions that
-    do not compile are ignored."""
+    """Return an error message if the regular expressions are too slow to match against `names`, or None.
+    Expressions that do not compile are ignored."""
     return next(
         filter(None, (_find_pattern_error(expression, tuple(names)) for expression in expressions)), None
     )
@@ -224,7 +229,7 @@ def _find_pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
     if len(bare) < 500 and "(?" not in bare and len(REPEATS.findall(bare)) <= 1:
         return None  # at most one repeat besides that of `suffix_expression` cannot take long
     try:
-        run_limited(match_all, expression, names, seconds=PATTERN_SECONDS)
+        run_limited(match_whole_names, expression, names, seconds=PATTERN_SECONDS)
     except LimitExceeded as stopped:
         return (
             f"is a regular expression that {stopped} on the names of modules; write it without repeats "
@@ -233,8 +238,9 @@ def _find_pattern_error(expression: str, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def match_all(expression: str, names: Sequence[str]) -> list[bool]:
-    """Return for each name whether the expression matches all of it; empty if it does not compile."""
+def match_whole_names(expression: str, names: Sequence[str]) -> list[bool]:
+    """Return, for each name, whether the regular expression matches the whole name. Return an empty list if
+    the expression does not compile."""
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError):

@@ -19,7 +19,8 @@ LINEAR_ATTENTION = ".linear_attn."
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits computed at a time: few enough for the caches of a CPU, enough to keep a GPU busy."""
+"""Bytes of logits that are computed at a time: few enough for the caches of a CPU, and enough to keep a GPU
+busy."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
@@ -55,9 +56,10 @@ class SiteShape:
     experts: int = 0
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
-    """Number of matrices that each token uses."""
+    """Number of the site's matrices that each token is multiplied by. It is above 1 only for experts."""
     in_last_layer: bool = False
-    """Whether the site is in the last layer of the whole base, also if the site is one of a stage."""
+    """Whether the site is in the last layer of the whole base, even if only a stage of the base is
+    described."""
     part: SiteSlice | None = None
     """The local part of the linear if it is divided among shards. `in_features` and `out_features` are then
     the sizes of this part. None for a whole linear."""
@@ -69,7 +71,7 @@ class SiteShape:
 
     @property
     def sums_outputs(self) -> bool:
-        """Whether the outputs of several shards are summed, because each has some of the inputs."""
+        """Whether the outputs of several shards are summed, because each shard has a part of the inputs."""
         return self.part is not None and self.part.cuts_inputs
 
     @property
@@ -84,7 +86,8 @@ class SiteShape:
         return max(1, self.experts) * self.in_features * self.out_features
 
     def inactive_parameters(self, parameters: int) -> int:
-        """Return how many of `parameters`, spread evenly over all experts, a token does not use."""
+        """Return how many of `parameters` parameters, spread evenly over all experts, a token does not
+        use."""
         return parameters * (self.experts - self.active_matrices) // self.experts if self.experts else 0
 
     @property
@@ -116,7 +119,7 @@ def is_name_in_wrapper(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a base that the memory model needs."""
+    """The sizes of a base from which memory and time are predicted."""
 
     layers: int
     hidden: int
@@ -128,15 +131,15 @@ class ModelShape:
     context: int
     """Maximum number of tokens per sample that the base has positions for."""
     unscaled_context: int | None = None
-    """Context before any rope scaling, which the factor of a rope scaling multiplies. None if the context
-    cannot be extended."""
+    """Maximum number of tokens per sample without rope scaling, which the factor of a rope scaling
+    multiplies. None if it cannot be extended."""
     site_bytes_per_value: float | None = None
     """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
     multiplies_stored_format: bool = False
     """Whether matrix products read the stored format directly, without a dequantised copy."""
     extra_values: int = 0
-    """Values per token that a fused layer keeps for its backward in addition to those computed from the
-    widths of its linears: some families have more norms, or one linear where others have three."""
+    """Number of values per token that a fused layer keeps for its backward in addition to those computed from
+    the widths of its linears. Families of models differ here, for example in their norms."""
     query_width: int = 0
     """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
     shards: int = 1
@@ -144,7 +147,7 @@ class ModelShape:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers carry a state from row to row instead of attending to earlier rows."""
+        """Whether some layers have a recurrent state instead of attention."""
         return any(LINEAR_ATTENTION in site.name for site in self.sites)
 
     @property
@@ -200,15 +203,15 @@ class ModelShape:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the largest dequantised matrix; 0 if weights are multiplied as stored."""
+        """Bytes of the largest dequantised matrix. 0 if weights are multiplied in their stored format."""
         if self.site_bytes_per_value is None or self.multiplies_stored_format:
             return 0
         return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
 
     @property
     def code_bytes(self) -> int:
-        """Bytes per token of the activations rounded to 8 bits for one product, if products use 8-bit
-        numbers; two of the widest sites may be fused into one."""
+        """Bytes per token of the activations that are rounded to 8 bits for one product, if products use
+        8-bit numbers. Twice the widest site is counted, since two such linears may be fused."""
         if not self.multiplies_stored_format:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
@@ -236,7 +239,8 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """The sizes of a job that the scheduler needs to decide whether it fits."""
+    """The sizes of a job from which its memory and time are predicted, and its place in the order of
+    admission."""
 
     name: str
     priority: int
@@ -255,17 +259,17 @@ class JobShape:
     source_job: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
     scaled_outputs: int = 0
-    """Number of base outputs per token, over all layers, that kernels keep for every token of a microbatch
-    while the job is attached, because its adapter scales outputs."""
+    """Number of output values of the base per token, over all layers, that are kept for every token of a
+    microbatch while the job is attached, because its adapter scales outputs."""
     copied_values: int = 0
     """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
     the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
     mean_vectors: int = 0
-    """Number of additional vectors as large as the master weights: 1 for a trial whose rungs evaluate the
-    mean of its weights."""
+    """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial whose
+    rungs evaluate the mean of its weights, otherwise 0."""
     answer_positions: int = 0
-    """Number of tokens whose keys and values the job's answers to held-out prompts need at a time; 0 if it
-    generates none."""
+    """Maximum number of tokens whose keys and values are cached at a time while the job answers held-out
+    prompts. 0 if it generates no answers."""
 
     @property
     def active_parameters(self) -> int:
@@ -273,11 +277,12 @@ class JobShape:
         return self.trainable_parameters - self.inactive_parameters
 
     def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of values of the job's weight mean in a stage."""
+        """Return the number of values in a stage of the weight averages that the job keeps."""
         return self.mean_vectors and self.mean_vectors * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of adapter parameters in a stage; those outside layers count in every stage."""
+        """Return the number of adapter parameters in a stage. Parameters outside the layers are counted in
+        every stage."""
         if not self.parameters_by_layer:
             return math.ceil(
                 self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
@@ -290,7 +295,7 @@ class JobShape:
 
 
 def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
-    """Return the number of parameters in each layer; sites outside the layers are ignored."""
+    """Return the number of adapter parameters in each layer. Sites outside the layers are ignored."""
     sums = [0] * layers
     for site, count in parameters:
         if (layer := layer_number(site)) is not None:
@@ -299,14 +304,14 @@ def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) 
 
 
 FOUR_BIT_MAXIMA = 3 / 64
-"""Bytes per value by which nf4 weights are larger on shards, where the maximum of each block of 64 values is
-a float32 instead of one byte."""
+"""Additional bytes per value of nf4 weights on shards, where the maximum of each block of 64 values is a
+float32 instead of one byte."""
 
 
 def shard_shape(shape: ModelShape, shards: int) -> ModelShape:
     """Return the sizes of the largest shard of a base. The linears of every layer are divided among the
-    shards, and so are the tokens of the embedding and of the head. Key/value heads that several shards repeat
-    are counted once."""
+    shards, and so are the tokens of the embedding and of the head. Key/value heads that several shards have
+    copies of are counted once."""
     sites = tuple(
         replace(site, in_features=site.in_features // shards)
         if site.name.rpartition(".")[2] in CUT_BY_INPUTS

@@ -1,5 +1,5 @@
-"""Teams of workers that divide the layers of a base, so that each holds a slice of every linear and a part of
-the vocabulary."""
+"""Tensor parallelism: workers divide the layers of a base, so that each holds a slice of every linear and a
+part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from torch import Tensor
 from weftune.core.shapes import SiteSlice
 
 SumOverShards = Callable[[Tensor], None]
-"""Function that replaces a tensor by its sum over all shards, on every shard."""
+"""All-reduce: a function that replaces a tensor by its sum over all shards, on every shard."""
 WaitForSum = Callable[[], None]
-"""Function that returns when a sum over shards that was started before may be read."""
+"""Function that waits until an all-reduce over shards, which was started before, has finished."""
 StartSum = Callable[[Tensor], WaitForSum]
-"""Function that starts to replace a tensor by its sum over all shards, and returns a function that waits for
-the sum. The tensor must not be used in the meantime."""
+"""Function that starts an all-reduce of a tensor over all shards, and returns a function that waits for the
+sum. The tensor must not be used in the meantime."""
 
 
 def indices_in_whole(part: SiteSlice, device: torch.device | None = None) -> Tensor:
-    """Return the indices of a part among the inputs or the outputs of the whole linear."""
+    """Return the indices that a shard's slice of a linear has among the inputs or outputs of the whole
+    linear."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in part.ranges])
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTeam:
-    """The workers that divide each layer among themselves, from the point of view of one of them."""
+    """One worker's view of the workers among which each layer is divided: its index and the functions to
+    communicate."""
 
     shard: int
-    """Index of this worker's shard."""
+    """Index of the shard that the worker holds."""
     shards: int
     sum_over_shards: SumOverShards
     is_capturable: bool = False
-    """Whether a CUDA graph can contain sums over shards, as it can where NCCL computes them."""
+    """Whether a CUDA graph can contain all-reduces over shards, as with NCCL."""
     start_sum: StartSum | None = None
-    """Function that starts a sum over all shards while the device computes. None if microbatches do not
-    overlap on this team."""
+    """Function that starts an all-reduce over shards while the device computes. None if microbatches do not
+    overlap."""
 
     def part(self, size: int) -> tuple[int, int]:
-        """Return this shard's part of `size` consecutive numbers, as (start, stop). The sizes of two parts
-        differ by at most 1."""
+        """Return the part of `size` consecutive indices that belongs to this shard, as (start, stop). The
+        sizes of two parts differ by at most 1."""
         return size * self.shard // self.shards, size * (self.shard + 1) // self.shards
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values of every shard, [K, ...]. They are gathered by a sum, to which every shard adds
-        zeros except in its own row."""
+        """Return the values of every shard, [K, ...]. They are gathered by an all-reduce, to which every
+        shard contributes zeros except in its own row."""
         gathered = values.new_zeros(self.shards, *values.shape)
         gathered[self.shard] = values
         self.sum_over_shards(gathered)
@@ -59,11 +61,12 @@ class ShardTeam:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The consecutive tokens whose rows of the embedding and of the head are on one shard."""
+    """A shard's part of the vocabulary: the consecutive tokens whose rows of the embedding and of the head it
+    holds."""
 
     team: ShardTeam
     vocabulary: int
-    """Total number of tokens of all shards."""
+    """Number of tokens in the whole vocabulary."""
 
     @property
     def start(self) -> int:
@@ -79,7 +82,7 @@ class VocabularyShard:
         return -(-self.vocabulary // self.team.shards)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each token's row among the local rows, and whether the row is local. The index
-        is 0 if it is not."""
+        """Return the index of each token's row among this shard's rows of the vocabulary, and whether the
+        shard has the row. If not, the index is 0."""
         is_local = (tokens >= self.start) & (tokens < self.stop)
         return torch.where(is_local, tokens - self.start, 0), is_local

@@ -19,7 +19,7 @@ from torch import Tensor
 Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
-"""Minimum size in bytes of a piece that is written without being copied."""
+"""Minimum size, in bytes, of a piece of a file that is written without being copied."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,19 +53,19 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 def _write_pieces(path: Path, pieces: Iterator[Piece]) -> None:
     with open(path, "wb", buffering=0) as file:
         for piece in _join_small_pieces(pieces):
-            _write_all(file, piece)
+            _write_whole_piece(file, piece)
         os.fsync(file.fileno())
 
 
-def _write_all(file: io.FileIO, piece: Piece) -> None:
+def _write_whole_piece(file: io.FileIO, piece: Piece) -> None:
     remaining = memoryview(piece)
     while len(remaining):
         remaining = remaining[file.write(remaining) :]
 
 
 def _join_small_pieces(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Join small pieces. A thread releases the interpreter lock at every write, and waiting to acquire the
-    lock again takes longer than copying a matrix of an adapter."""
+    """Join small pieces of a file. The reason is that a thread releases the interpreter lock at every write,
+    and acquiring it again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -90,15 +90,16 @@ def _file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, by numpy where possible: calls into torch release the interpreter lock,
-    and an adapter has hundreds of tensors."""
+    """Return the bytes of a tensor without a copy. NumPy is used where possible, since calls into torch
+    release the interpreter lock, and an adapter has hundreds of tensors."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     array = (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
     return array.reshape(-1).view(np.uint8).data
 
 
 def _build_header(sorted_tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the header: its length in eight bytes, then the tensors' offsets, padded to eight bytes."""
+    """Return the header of a safetensors file: its length in eight bytes, then the tensors' offsets, padded
+    to eight bytes."""
     for name, tensor in sorted_tensors:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
     listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted_tensors)
@@ -109,7 +110,8 @@ def _build_header(sorted_tensors: list[tuple[str, Tensor]], metadata: Mapping[st
 def _cached_header(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> bytes:
-    """Return the header, cached because adapters of many jobs have the same."""
+    """Return the header of a safetensors file. It is cached, since the adapters of many jobs have equal
+    headers."""
     listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, dtype, shape in tensors:

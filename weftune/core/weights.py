@@ -3,10 +3,10 @@
 A linear of the base whose weight is not a plain matrix, for example because it is quantised, returns the
 weight from its method `frozen_weight`.
 
-A coded weight is multiplied as stored: as 8-bit floats (e4m3) on fp8 tensor cores. Both operands have a scale
-per row, so that a row's codes and products depend on that row alone, and a NaN does not reach other rows.
-Gradients are e4m3, too: with a scale per row they do not need the larger range of e5m2, which has half as
-many digits.
+A coded weight is stored as 8-bit floats (e4m3), its codes, and multiplied in this form by fp8 tensor cores.
+Both operands have a scale per row, so that a row's codes and products depend on that row alone, and a NaN
+does not reach other rows. Gradients are e4m3, too: with a scale per row they do not need the larger range of
+e5m2, which has half as many digits.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand, K inputs, N outputs; for the
 head S rows, D hidden width, V vocabulary, n tokens whose rows a job replaces.
@@ -28,18 +28,20 @@ CODES = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest finite value of e4m3."""
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest scale; a row with a smaller one counts as zero, since the inverse would be infinite."""
+"""Smallest scale of a row. A row with a smaller scale counts as zero, since the inverse of the scale would be
+infinite."""
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
-"""Maps each parameter of a linear with a coded weight to its output dimension."""
+"""Maps the name of each tensor in a linear with an 8-bit weight to its dimension of outputs."""
 
 WholeMaxima = Callable[[Tensor], Tensor]
-"""Maps the largest values of the local parts of rows to those of whole rows, which shards divide."""
+"""Function that returns the largest values of whole rows, given those of the parts of the rows on this
+shard."""
 MultiplyCodes = Callable[
     [Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype, WholeMaxima | None], Tensor
 ]
-"""Computes ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L, where the left operand is rounded to codes, the sum
-is at least float32, and the result is rounded once to the dtype. The last argument is given if the left
-operand has only a part of each row."""
+"""Function that computes ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L. The left operand is rounded to codes,
+the sum is at least float32, and the result is rounded once to the dtype. The last argument is given if the
+left operand has only a part of each row."""
 
 
 @runtime_checkable
@@ -51,32 +53,34 @@ class CodedWeight(Protocol):
     """
 
     def codes(self) -> Tensor:
-        """Return the codes as [N, K]."""
+        """Return the codes (8-bit floats) of the weight, [N, K]."""
 
-    def turned(self) -> Tensor:
-        """Return the transposed codes, [K, N]."""
+    def transposed_codes(self) -> Tensor:
+        """Return the transposed codes (8-bit floats) of the weight, [K, N]."""
 
     def scale(self) -> Tensor:
-        """Return the scale per output, float32 [N]."""
+        """Return the scale of each output, float32 [N]."""
 
     @property
     def multiply(self) -> MultiplyCodes: ...
 
     @property
     def input_maxima(self) -> WholeMaxima | None:
-        """Function for the rows of x. None if this weight has all inputs."""
+        """Function that returns the maxima of whole rows of x, given those of this shard. None if the weight
+        has all inputs."""
 
     @property
     def output_maxima(self) -> WholeMaxima | None:
-        """Function for the rows of dy. None if this weight has all outputs."""
+        """Function that returns the maxima of whole rows of dy, given those of this shard. None if the weight
+        has all outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """A coded weight as its three tensors."""
+    """A weight in 8-bit floats, as three tensors: codes, transposed codes and scales."""
 
     codes_NK: Tensor
-    turned_KN: Tensor
+    transposed_codes_KN: Tensor
     scale_N: Tensor
     input_maxima: WholeMaxima | None = None
     output_maxima: WholeMaxima | None = None
@@ -89,8 +93,8 @@ class CodedMatrix:
     def codes(self) -> Tensor:
         return self.codes_NK
 
-    def turned(self) -> Tensor:
-        return self.turned_KN
+    def transposed_codes(self) -> Tensor:
+        return self.transposed_codes_KN
 
     def scale(self) -> Tensor:
         return self.scale_N
@@ -112,8 +116,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def quantise_rows(
     x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes_TM, scale_T) such that x ⊙ scale_M ≈ codes · scale. The largest code of each row is
-    LARGEST. `whole_maxima` is given if x has only a part of each row."""
+    """Round rows to 8-bit floats: return (codes_TM, scale_T) such that x ⊙ scale_M ≈ codes · scale. The
+    largest code of each row is `LARGEST`. `whole_maxima` is given if x has only a part of each row."""
     x_TM = x_TM.to(accumulation_dtype(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
@@ -132,7 +136,8 @@ def multiply_codes(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Implement `MultiplyCodes` on any device, with exactly the products of fp8 tensor cores."""
+    """Compute ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L on any device, with the products that fp8 tensor
+    cores compute."""
     left_TM, scale_T = quantise_rows(left_TM, scale_M, whole_maxima)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
@@ -149,8 +154,9 @@ def multiply_unrounded(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Implement `MultiplyCodes` without rounding the left operand. Rounding would magnify tiny differences,
-    which hinders comparing two computations of the same result."""
+    """Compute ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L without rounding the left operand to 8 bits.
+    Rounding would magnify tiny differences, so that two computations of the same result could not be
+    compared."""
     left_TM = left_TM.to(accumulation_dtype(left_TM.dtype))
     left_TM = left_TM if scale_M is None else left_TM * scale_M
     sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
@@ -190,16 +196,16 @@ class FrozenWeight(Protocol):
 
     @property
     def empty_rows(self) -> Tensor:
-        """An empty tensor [0, K] with the dtype and device of the matrix."""
+        """Return an empty tensor [0, K] with the dtype and device of the weight matrix."""
 
     def matrix(self) -> Tensor:
-        """Compute the matrix [N, K], which callers keep only for one product."""
+        """Compute the dense weight matrix [N, K], which callers keep only for one product."""
 
     def write(self, out_NK: Tensor) -> None:
-        """Write the matrix to `out_NK`."""
+        """Write the dense weight matrix to `out_NK`."""
 
     def slice_outputs(self, low: int, high: int) -> FrozenWeight:
-        """Return the weight of outputs `low` to `high`."""
+        """Return the weight of the outputs `low` to `high` of a linear."""
 
 
 Weight = Tensor | FrozenWeight
@@ -214,10 +220,10 @@ class WeightHolder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """The weights of several linears, stacked along the outputs. Only whole linears can be selected."""
+    """The weights of several linears, stacked along the outputs. Slices must consist of whole linears."""
 
     parts: tuple[tuple[int, int, Weight], ...]
-    """First output, end of the outputs, and weight, for each linear."""
+    """Range of outputs (start, stop) and weight of each linear."""
 
     @classmethod
     def stack(cls, weights: Sequence[Weight], outputs: Sequence[int]) -> StackedWeight:
@@ -253,7 +259,8 @@ class StackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class CodedStack(StackedWeight):
-    """A stack of coded weights: a view if their codes are adjacent in memory, else a copy for one product."""
+    """A stack of weights in 8-bit floats. Its codes are a view if they are adjacent in memory, and otherwise
+    a copy for each product."""
 
     @property
     def coded_parts(self) -> list[CodedWeight]:
@@ -262,8 +269,8 @@ class CodedStack(StackedWeight):
     def codes(self) -> Tensor:
         return join_tensors([weight.codes() for weight in self.coded_parts], dim=0)
 
-    def turned(self) -> Tensor:
-        return join_tensors([weight.turned() for weight in self.coded_parts], dim=1)
+    def transposed_codes(self) -> Tensor:
+        return join_tensors([weight.transposed_codes() for weight in self.coded_parts], dim=1)
 
     def scale(self) -> Tensor:
         return join_tensors([weight.scale() for weight in self.coded_parts], dim=0)
@@ -286,7 +293,7 @@ def stack_weights(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedW
 
 
 def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
-    """Return xWᵀ + b."""
+    """Return xWᵀ + b for a frozen weight W."""
     if isinstance(weight, Tensor):
         return linear(x_TK, weight, bias_N)
     if not is_coded(weight):
@@ -297,7 +304,8 @@ def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tenso
 
 
 def quantised_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
-    """Return xWᵀ rounded to the dtype. Forward and backward multiply codes; the weight gets no gradient."""
+    """Return xWᵀ for a weight in 8-bit floats, rounded to the dtype. Forward and backward multiply 8-bit
+    floats, and the weight gets no gradient."""
     product: Tensor
     if x_TK.ndim == 2:
         # Never a view, since callers add to the result in place.
@@ -317,13 +325,17 @@ class _CodedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None]:
         weight: CodedWeight = ctx.weight
         maxima = weight.output_maxima
-        return weight.multiply(dy_TN, weight.turned(), weight.scale(), None, ctx.dtype, maxima), None, None
+        return (
+            weight.multiply(dy_TN, weight.transposed_codes(), weight.scale(), None, ctx.dtype, maxima),
+            None,
+            None,
+        )
 
 
 def frozen_product_by(
     multiply: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
 ) -> Tensor:
-    """Return xWᵀ + b, computed by the function `multiply`; the weight gets no gradient."""
+    """Return xWᵀ + b, computed by the function `multiply`. The weight gets no gradient."""
     product: Tensor = _Product.apply(x_TK, weight, bias_N, multiply)
     return product
 
@@ -365,12 +377,12 @@ class Head:
     softcap: float | None = None
     multiplier: float = 1.0
     shard: VocabularyShard | None = None
-    """The tokens whose rows are in `weight_VD` and `bias_V`, if these are divided among shards. V is then the
-    number of these tokens."""
+    """Part of the vocabulary whose rows are in `weight_VD` and `bias_V`, if these are divided among shards. V
+    is then the number of tokens in this part."""
 
     def logits(self, h_SD: Tensor, replaced_rows: HeadRows | None = None) -> Tensor:
-        """Return the logits in at least float32. `replaced_rows` replace the head's rows with the same
-        indices."""
+        """Return the logits in at least float32. `replaced_rows` are used instead of the head's rows with the
+        same indices."""
         logits_SV = float_linear(h_SD, self.weight_VD, self.bias_V)
         if replaced_rows is not None:
             bias_n = None if self.bias_V is None else self.bias_V[replaced_rows.ids_n]
@@ -395,7 +407,7 @@ def float_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows of the head that one job replaces by its own."""
+    """Rows of the head that one job replaces by trained ones."""
 
     ids_n: Tensor
     rows_nD: Tensor

@@ -1,7 +1,7 @@
 """Curricula of jobs: the global batches, evaluations and saves that follow from a job's spec and samples.
 
-A curriculum also gives the job's part of each window. This module does not import torch, so that `weftune
-plan` plans the same batches as a run."""
+The job's part of each window is also taken from its curriculum. This module does not import torch, so that
+`weftune plan` plans the same batches as a run."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Curriculum:
         )
 
     def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
-        """Return a part of a window that only computes the scores of samples of `data`. `indices` count
-        through all parts of `data`."""
+        """Return the part of a window in which samples of `data` are only scored. `indices` are numbers of
+        samples, counted through all parts of `data`."""
         return JobWindow(
             self.job, step, (), (), frozenset(), frozenset(), scored=_locate_samples(data.parts, indices)
         )
@@ -98,9 +98,9 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 
 def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> Prepared | None:
-    """Return the samples in the form in which the job's reference policy reads them: with the rows that the
-    adapter inserts if the policy starts from that adapter, and otherwise without. None if the objective needs
-    no reference policy."""
+    """Return the samples as the job's reference policy reads them, or None if the objective needs no
+    reference policy. They contain the virtual tokens of the job's adapter only if the policy starts from that
+    adapter."""
     if not spec.objective.reference:
         return None
     return unprefixed_data if spec.adapter.init_from is None else data
@@ -128,7 +128,7 @@ def truncate_data(spec: JobSpec, context: int) -> DataSpec:
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
-"""Cache of the most recent results of `adapter_sizes`. Thousands of jobs may have equal adapter specs."""
+"""Cache of the sizes of recent adapters, since thousands of jobs may have equal adapter specs."""
 
 
 def job_shape(
@@ -150,10 +150,11 @@ def job_shape(
 
 
 PROMPT_SLACK = 32
-"""Number of tokens by which a prompt can exceed the longest held-out sample, because a chat template may add
-tokens before an answer."""
+"""Number of tokens by which a prompt can be longer than the longest held-out sample, since a chat template
+may add tokens before an answer."""
 PAGE_SLACK = 32
-"""Number of positions added to every sequence, since its last page in the cache may be partly unused."""
+"""Number of positions that are added to every sequence, since its last page in the KV cache may be partly
+unused."""
 
 
 def longest_prompt(data: Prepared) -> int:
@@ -163,7 +164,7 @@ def longest_prompt(data: Prepared) -> int:
 
 
 def _answer_positions(spec: JobSpec, data: Prepared, context: int) -> int:
-    """Return the number of cache positions that all answers of a job need."""
+    """Return the number of tokens whose keys and values must be cached for all answers of a job at once."""
     request = spec.eval.generate if spec.eval else None
     if request is None or data.evaluation is None:
         return 0
@@ -199,21 +200,22 @@ def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, .
 
 
 def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples at these indices, in order. The indices count through all parts."""
-    lengths = _concatenate([samples.lengths for samples in parts])[indices].tolist()
-    supervised = _concatenate([samples.supervised for samples in parts])[indices].tolist()
+    """Return the samples with these numbers, in order. Numbers are counted through all parts."""
+    lengths = _concatenate_arrays([samples.lengths for samples in parts])[indices].tolist()
+    supervised = _concatenate_arrays([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)
     # `offsets` has one more element: the end of the last sample.
     return tuple(map(PlacedSample, indices.tolist(), lengths, offsets, supervised))
 
 
-def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:
-    """Return the number of steps between two checkpoints, which is the maximum that a killed job loses.
-    Without `save_every`, the interval is extended to `MIN_SAVE_SECONDS` of training if steps are short."""
+    """Return the number of steps between two checkpoints, which is also the maximum number of steps that a
+    killed job loses. Without `save_every`, the interval is extended to `MIN_SAVE_SECONDS` of training if
+    steps are short."""
     if spec.save_every is None:
         return max(to_steps(DEFAULT_SAVE_EVERY, steps), MIN_SAVE_STEPS)
     return max(1, to_steps(spec.save_every, steps))
@@ -223,8 +225,9 @@ def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
     """Return the steps after which a checkpoint is begun: after every half interval.
 
     A checkpoint is written while training continues and is complete when the next one is due, so that at most
-    one interval is lost. There is none after the last step, when the adapter itself is written. There is one
-    at step 0 only if the job starts from another adapter, which may be deleted before the job resumes."""
+    one interval is lost. No checkpoint follows the last step, when the adapter itself is written. A
+    checkpoint at step 0 is needed only if the job starts from another adapter, which may be deleted before
+    the job resumes."""
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
     halves = range(interval // 2, steps, interval)

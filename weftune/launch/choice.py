@@ -31,7 +31,7 @@ from weftune.plan.layout.choose import (
 from weftune.plan.layout.division import AUTO, Division, WindowPrice, Workload
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.layout.need import StreamDevice, gpu_device
-from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
+from weftune.plan.layout.split import JobWork, data_sheet_cost, job_seconds
 from weftune.plan.layout.stream_choice import fits_whole
 from weftune.plan.outlook.forecast import price_window
 from weftune.plan.program.prices import Link
@@ -82,7 +82,7 @@ def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
     cost = (
         profile_cost.profile_cost_model(profile, case.shape)
         if profile
-        else sheet_cost(case.shape, case.speeds[0])
+        else data_sheet_cost(case.shape, case.speeds[0])
     )
     seconds = {}
     for one in case.jobs:
@@ -288,7 +288,7 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
     else:
         sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
         times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, output_bytes)
-    return times.for_shards(shape, machine.shards)
+    return times.divide_among_shards(shape, machine.shards)
 
 
 def time_source(case: PlanCase, choice: LayoutChoice) -> str:

@@ -194,7 +194,7 @@ def outline_jobs(
             total = _job_total(job, outline, samples, scale, shape, max_steps, bool(scored))
             planned_jobs.append(PlannedJob(outline, planned, sampled, total, references, scored))
         except DataError as error:
-            mistakes += [mistake.of_job(job.name) for mistake in error.mistakes]
+            mistakes += [mistake.with_job_name(job.name) for mistake in error.mistakes]
     if mistakes:
         raise DataError(mistakes)
     return planned_jobs

@@ -34,12 +34,12 @@ from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.supervise import INTERRUPTED, POLL_SECONDS, ProcessSpec, Supervisor, Team, TeamEnd
 from weftune.launch.workers import WorkerMain, connect_workers, connected_team
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
 from weftune.plan.layout.seats import too_large
-from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
+from weftune.plan.layout.split import DeviceShare, JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.effort import wall_time_sentence
 from weftune.report.read import JobRecord
@@ -231,9 +231,9 @@ def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     if machine.profile is not None:
         return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
-        return arithmetic(shape)
+        return uncalibrated_cost_model(shape)
     # Processes on the CPU share it.
-    return sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
+    return data_sheet_cost(shape, replace(speed, flops=speed.flops / (1 if machine.on_gpu else shares)))
 
 
 def _run_shares(

@@ -14,8 +14,8 @@ from weftune.report.read import JobRecord, WindowLine
 from weftune.report.svg import (
     Axis,
     Figure,
+    LineStyle,
     Parallel,
-    Pen,
     Point,
     ReferenceLine,
     Series,
@@ -32,43 +32,46 @@ _COLOURS = (
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_CURVES = len(_COLOURS) * len(_DASHES)
-"""Maximum number of jobs with curves. Each curve has its own combination of colour and dashes (its pen). More
-could not be distinguished and would make the page slow."""
+"""Maximum number of jobs with curves: the number of combinations of colour and dashes. More curves could not
+be distinguished and would make the page slow."""
 
 _MAX_DROPPED = 200
-"""Maximum number of curves of trials that were dropped from a sweep. They all have the same pen."""
+"""Maximum number of curves of trials that were dropped from a sweep. They all have the same colour and
+dashes."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
-"""Name of the group of dropped trials' curves, which one button of the legend shows and hides."""
+"""Name of the group of all curves of dropped trials. One button of the legend shows and hides them."""
 MAX_POINTS = 16_000
-"""Maximum number of points of all curves of one chart together, about 200 kB."""
+"""Maximum number of points of all curves of one chart together. They take about 200 kB."""
 _MAX_LEVELS = 3
-"""Maximum number of base losses that are drawn. Every set of validation rows has its own base loss."""
+"""Maximum number of losses of the base that are drawn as lines. The base has one loss for every set of
+validation rows."""
 
 _MIN_WINDOWS = 3
-_MEASURED, _PREDICTED = Pen("#3b7ddd"), Pen("#8a94a6", "dash")
+_MEASURED, _PREDICTED = LineStyle("#3b7ddd"), LineStyle("#8a94a6", "dash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure with its title and the text below it."""
+    """A chart of the report: a figure with its title and the text below it."""
 
     name: str
     title: str
-    words: str
+    caption: str
     figure: Figure | Parallel
 
 
-def job_pen(index: int) -> Pen:
-    return Pen(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
+def job_line_style(index: int) -> LineStyle:
+    return LineStyle(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
 
 
 def draw_charts(
     jobs: Sequence[JobRecord], windows: Sequence[WindowLine], dropped_trials: Collection[str] = ()
 ) -> tuple[Chart, ...]:
-    """Draw all charts of the page that have data. `jobs` are in the order of the table, which determines
-    their pens; `dropped_trials` are the trials dropped from a sweep, which share one pen."""
+    """Return all charts of the report for which there is data. `jobs` are in the order of the table, which
+    determines their colours and dashes. `dropped_trials` are the trials dropped from a sweep, which share one
+    colour."""
     drawn = [job for job in jobs if job.name not in dropped_trials][:MAX_CURVES]
     others = [job for job in jobs if job.name in dropped_trials][:_MAX_DROPPED]
     charts = (
@@ -99,23 +102,24 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
         return None
     grey = [_dropped_series(job, smooth_points(curve(job))) for job in dropped_trials]
     faint = [
-        replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, dots=False)
+        replace(_job_series(jobs, index, points), opacity=0.25, ignores_pointer=True, has_dots=False)
         for index, points in enumerate(curves)
     ]
     bold = [_job_series(jobs, index, smooth_points(points)) for index, points in enumerate(curves)]
-    words = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped_trials else ''}"
+    caption = f"Faint: the loss of each global batch. Bold: smoothed.{GREY_NOTE if dropped_trials else ''}"
     figure = Figure(
         x=_step_axis(curves),
         y=value_axis("loss", _axis_values(jobs, curves)),
         series=_thin_series([*grey, *faint, *bold]),
     )
-    return Chart(name="loss", title="Training loss", words=words, figure=figure)
+    return Chart(name="loss", title="Training loss", caption=caption, figure=figure)
 
 
 def _evaluation_chart(
     jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
-    """Draw validation losses, or token accuracies in percent, with the value of the base as a dashed line."""
+    """Return a chart of validation losses, or of token accuracies in percent, with the value of the base as a
+    dashed line."""
 
     def curve(job: JobRecord) -> list[Point]:
         return [
@@ -128,7 +132,7 @@ def _evaluation_chart(
     bases = [(job, _percent(base_accuracy(job)) if accuracy else base_validation(job)) for job in jobs]
     levels = _base_levels(bases, digits=1 if accuracy else 3)
     grey = [_dropped_series(job, curve(job)) for job in dropped_trials if job.evaluations]
-    own = [replace(_job_series(jobs, index, one), dots=True) for index, one in enumerate(curves) if one]
+    own = [replace(_job_series(jobs, index, one), has_dots=True) for index, one in enumerate(curves) if one]
     values = _finite_values(curves) if accuracy else _axis_values(jobs, curves)
     figure = Figure(
         x=_step_axis(curves),
@@ -138,11 +142,11 @@ def _evaluation_chart(
         unit=" %" if accuracy else "",
     )
     if accuracy:
-        words = "Validation tokens that the model itself would have chosen."
-        return Chart(name="accuracy", title="Token accuracy", words=words, figure=figure)
-    words = "Dashed: the base without an adapter." if levels else ""
-    words = f"{words}{GREY_NOTE if dropped_trials else ''}".strip()
-    return Chart(name="validation", title="Validation loss", words=words, figure=figure)
+        caption = "Validation tokens that the model itself would have chosen."
+        return Chart(name="accuracy", title="Token accuracy", caption=caption, figure=figure)
+    caption = "Dashed: the base without an adapter." if levels else ""
+    caption = f"{caption}{GREY_NOTE if dropped_trials else ''}".strip()
+    return Chart(name="validation", title="Validation loss", caption=caption, figure=figure)
 
 
 def _percent(share: float | None) -> float | None:
@@ -150,8 +154,8 @@ def _percent(share: float | None) -> float | None:
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
-    """Return one line per distinct loss of the base. If there are several losses, each line is labelled with
-    the rows that the loss was measured on."""
+    """Return a horizontal line for each distinct loss of the base. If there are several, each line is
+    labelled with the rows that the loss was measured on."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in ((job, value) for job, value in bases if value is not None):
         found.setdefault(loss_text(value, digits), (job, value))
@@ -174,17 +178,21 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart | None:
         return None
     series = [
         Series(
-            name="each window", points=thin_points(points), pen=_MEASURED, opacity=0.25, ignores_pointer=True
+            name="each window",
+            points=thin_points(points),
+            line_style=_MEASURED,
+            opacity=0.25,
+            ignores_pointer=True,
         ),
-        Series(name="tokens per second", points=thin_points(smooth_points(points)), pen=_MEASURED),
+        Series(name="tokens per second", points=thin_points(smooth_points(points)), line_style=_MEASURED),
     ]
     figure = Figure(
         x=value_axis("minutes of work", [0.0, points[-1].x], margin=0.0),
         y=value_axis("tokens per second", _finite_values([points]), starts_at_zero=True),
         series=series,
     )
-    words = "Tokens of all jobs together, window by window."
-    return Chart(name="throughput", title="Throughput", words=words, figure=figure)
+    caption = "Tokens of all jobs together, window by window."
+    return Chart(name="throughput", title="Throughput", caption=caption, figure=figure)
 
 
 def _predicted_chart(
@@ -192,7 +200,8 @@ def _predicted_chart(
     measured_values: Sequence[float | None],
     predicted_values: Sequence[float | None],
 ) -> Chart | None:
-    """Draw measured and predicted values, window by window. `names` are the chart's name, title and unit."""
+    """Return a chart of measured and predicted values, window by window. `names` are the chart's name, title
+    and unit."""
     name, title, unit = names
     happened = [Point(number, value) for number, value in enumerate(measured_values, start=1)]
     promised = [Point(number, value) for number, value in enumerate(predicted_values, start=1)]
@@ -203,13 +212,13 @@ def _predicted_chart(
         for promise, fact in zip(predicted_values, measured_values, strict=True)
         if promise is not None and fact
     ]
-    series = [Series(name="measured", points=thin_points(happened), pen=_MEASURED)]
-    words = "Nothing was predicted for this run."
+    series = [Series(name="measured", points=thin_points(happened), line_style=_MEASURED)]
+    caption = "Nothing was predicted for this run."
     if errors:
-        series.append(Series(name="predicted", points=thin_points(promised), pen=_PREDICTED))
-        words = "Dashed: as predicted just before the window ran."
+        series.append(Series(name="predicted", points=thin_points(promised), line_style=_PREDICTED))
+        caption = "Dashed: as predicted just before the window ran."
         if len(errors) >= MIN_WINDOWS and median(errors) <= MAX_ERROR:
-            words += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
+            caption += f" Half of the windows were within {max(1.0, 100 * median(errors)):.0f} % of it."
     figure = Figure(
         x=count_axis("window", 1, len(measured_values)),
         y=value_axis(unit, _finite_values([happened, promised]), starts_at_zero=True),
@@ -217,23 +226,23 @@ def _predicted_chart(
         legend=True,
         unit=f" {unit}",
     )
-    return Chart(name=name, title=title, words=words, figure=figure)
+    return Chart(name=name, title=title, caption=caption, figure=figure)
 
 
 def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -> Series:
-    return Series(name=jobs[index].name, points=points, pen=job_pen(index), group=str(index))
+    return Series(name=jobs[index].name, points=points, line_style=job_line_style(index), group=str(index))
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a dropped trial. The curve is drawn behind all others, and its name is shown only
-    on hover."""
-    grey = Pen(DROPPED_COLOUR)
-    return Series(name=job.name, points=points, pen=grey, width=1.2, opacity=0.6, group=DROPPED)
+    """Return the curve of a trial that was dropped from its sweep. It is drawn behind all other curves, and
+    its name is shown only on hover."""
+    grey = LineStyle(DROPPED_COLOUR)
+    return Series(name=job.name, points=points, line_style=grey, width=1.2, opacity=0.6, group=DROPPED)
 
 
 def _thin_series(series: Sequence[Series]) -> list[Series]:
-    """Reduce the number of points so that the page opens quickly. The limit applies to all curves
-    together."""
+    """Reduce the number of points of the curves so that the page opens quickly. The limit applies to all
+    curves together."""
     limit = max(40, MAX_POINTS // max(1, len(series)))
     return [replace(one, points=thin_points(one.points, min(800, limit))) for one in series]
 
@@ -253,7 +262,8 @@ def _has_curve(curves: Sequence[Sequence[Point]]) -> bool:
 
 
 def _axis_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return the values that the axis must show. A diverged loss of a failed job is drawn at the edge."""
+    """Return the values that an axis of losses must include. They exclude the diverged losses of failed jobs,
+    which are drawn at the edge."""
     every = _finite_values(curves)
     healthy = _finite_values(
         [curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY]

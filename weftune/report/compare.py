@@ -1,4 +1,5 @@
-"""Comparison of jobs: their order by result, the keys in which they differ, and the verdicts of the page."""
+"""Comparison of jobs for the report: their order by result, the keys in which they differ, and sentences
+about the best ones."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.jobs.sweeps.record import SweepRecord, flatten, leaders
+from weftune.jobs.sweeps.record import SweepRecord, flatten_mapping, leading_trials
 from weftune.objectives.spec import OBJECTIVES
 from weftune.report.read import JobRecord, MetricLine, Run
 from weftune.report.words import count_noun, loss_text
@@ -16,7 +17,7 @@ ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
 """Minimum numbers of held-out rows and tokens for calling one adapter better than another. The loss of a
 single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one row
-are correlated, so a handful of rows would say more about these rows than about the adapter."""
+are correlated, so a few rows say little about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -29,14 +30,14 @@ def first_validation(job: JobRecord) -> float | None:
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """Return the validation loss of the base without an adapter. For runs that did not record this loss,
-    return the loss at step 0, which is equal for adapters that do not change the base at step 0."""
+    """Return the validation loss of the base without an adapter. For runs that did not record it, return the
+    loss at step 0, which is the same if the adapter does not change the base at step 0."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
 def base_accuracy(job: JobRecord) -> float | None:
-    """Return the token accuracy of the base, which is known only from an evaluation at step 0; None for an
-    adapter that does not start at zero."""
+    """Return the token accuracy of the base, which is measured only at step 0. Return None for an adapter
+    that changes the base already at step 0."""
     first = next((line for line in job.evaluations if line.step == 0), None)
     if first is None or first.loss is None or first.accuracy is None:
         return None
@@ -45,8 +46,9 @@ def base_accuracy(job: JobRecord) -> float | None:
 
 
 def kept_evaluation(job: JobRecord) -> MetricLine | None:
-    """Return the evaluation of the adapter in the job's folder: the best with `keep: best`, else the last.
-    None if the job was not evaluated after its first step: step 0 says nothing about training."""
+    """Return the evaluation of the adapter in the job's folder: the best one with `keep: best`, otherwise the
+    last. Return None if the job was not evaluated after step 0, since an evaluation at step 0 says nothing
+    about training."""
     known = [line for line in job.evaluations if line.loss is not None]
     if all(line.step == 0 for line in known):
         return None
@@ -63,7 +65,7 @@ def kept_validation(job: JobRecord) -> float | None:
 
 
 def held_out_rows(job: JobRecord) -> int | None:
-    """Return the number of rows that the job is evaluated on; None if the folder does not say. A preference
+    """Return the number of rows that the job is evaluated on, or None if it is not recorded. A preference
     pair is one row with two samples."""
     samples = job.data.get("evaluation_samples")
     if not isinstance(samples, int) or isinstance(samples, bool) or samples <= 0:
@@ -111,11 +113,11 @@ def validation_groups(jobs: Sequence[JobRecord]) -> tuple[tuple[JobRecord, ...],
 
 
 def best_jobs(jobs: Sequence[JobRecord]) -> Mapping[str, str]:
-    """Return a mapping from the name of each best job to a short name of its held-out rows, or to an empty
-    text if all jobs have the same rows.
+    """Map the name of each best job to a short name of its held-out rows, or to an empty string if all jobs
+    have the same rows.
 
-    A job is best if it is the best of at least two with the same rows, there are enough rows, and it is not
-    worse than the base.
+    A job counts as best if it has the lowest loss of at least two jobs with the same rows, there are enough
+    rows, and it is not worse than the base.
     """
     groups = validation_groups(jobs)
     return {
@@ -156,7 +158,7 @@ def validation_rows(job: JobRecord) -> str:
 
 
 def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-    """Return the dotted keys whose values are not the same in all jobs that have a spec."""
+    """Return the dotted keys whose values differ between the jobs that have a spec."""
     flats = [flat_spec(job) for job in jobs if job.spec]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     # An absent key means the same as None: a job without `eval` has no `eval.path` either.
@@ -164,7 +166,7 @@ def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
 
 
 def flat_spec(job: JobRecord) -> dict[str, Any]:
-    return {key: value for key, value in flatten("", job.spec) if key != "name"}
+    return {key: value for key, value in flatten_mapping("", job.spec) if key != "name"}
 
 
 def value_text(value: Any) -> str:
@@ -186,27 +188,29 @@ def _spec_section(job: JobRecord, key: str) -> Mapping[str, Any]:
 
 
 _MAX_GROUPS = 4
-"""Maximum number of sets of held-out rows that get a verdict. The sets with the most jobs are chosen."""
+"""Maximum number of sets of held-out rows for which the report has a verdict, a sentence about the best job.
+The sets with the most jobs are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """One sentence about jobs that can be compared, in the parts that the page formats differently."""
+    """A verdict of the report: a sentence about jobs that can be compared, in parts that are formatted
+    differently."""
 
     introduction: str
     change: str = ""
-    """Difference between the loss of the adapter and the loss of the base, as text."""
+    """Difference between the loss of the adapter and the loss of the base, as a formatted string."""
     colour_class: str = ""
-    """CSS class of the change: `good`, `worse`, or `bad` if there is no result."""
+    """CSS class that colours the change of the loss: `good`, `worse`, or `bad` if there is no result."""
     losses: str = ""
     basis: str = ""
-    """Numbers of rows and tokens that the verdict is based on, as text."""
+    """Numbers of rows and tokens that the verdict is based on, as a formatted string."""
     caution: str = ""
 
 
 def verdicts(run: Run) -> tuple[RunVerdict, ...]:
-    """Return one verdict per sweep and per set of held-out rows of other jobs, up to `_MAX_GROUPS` sets. If
-    nothing was evaluated, the only verdict says so."""
+    """Return one sentence about the best job of each sweep and of each set of held-out rows, up to
+    `_MAX_GROUPS` sets. If nothing was evaluated, the only sentence says so."""
     trials = run.trials
     plain = [job for job in run.jobs if job.name not in trials]
     groups = sorted(validation_groups(plain), key=len, reverse=True)
@@ -215,11 +219,11 @@ def verdicts(run: Run) -> tuple[RunVerdict, ...]:
         lead = _comparison_lead(rivals[0], len(rivals)) if len(rivals) > 1 else _single_job_lead(rivals[0])
         rows_name = validation_rows(rivals[0]) if len(groups) > 1 else ""
         found.append(_job_verdict(rivals[0], lead, rival_count=len(rivals), rows_name=rows_name))
-    return tuple(found) or (_no_verdict(run),)
+    return tuple(found) or (_unevaluated_verdict(run),)
 
 
 def _sweep_verdict(run: Run, record: SweepRecord) -> RunVerdict | None:
-    best = next(iter(leaders(record, 1)), None)
+    best = next(iter(leading_trials(record, 1)), None)
     job = next((job for job in run.jobs if best is not None and job.name == best.name), None)
     if job is None or kept_validation(job) is None:
         return None
@@ -279,8 +283,8 @@ def basis_text(job: JobRecord) -> str:
     return ", ".join(words)
 
 
-def _no_verdict(run: Run) -> RunVerdict:
-    """Return the verdict for a run in which nothing was evaluated after training had begun."""
+def _unevaluated_verdict(run: Run) -> RunVerdict:
+    """Return the report's sentence about a run in which nothing was evaluated after training had begun."""
     jobs = run.jobs
     if jobs and all(job.state in ENDED_BADLY for job in jobs):
         states = " or ".join(sorted({job.state for job in jobs}))

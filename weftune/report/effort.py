@@ -1,7 +1,7 @@
 """Time and memory of a run: predictions beside measurements, window by window, and the wall time by phase.
 
-Only windows whose jobs or lengths differ from the window before are counted. Windows with the first pass of a
-kind, which may compile kernels or capture a graph, are counted separately.
+Errors of predictions are averaged only over windows whose jobs or lengths differ from the window before.
+Windows that compile kernels or capture a CUDA graph are averaged separately.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Minimum number of windows, and maximum mean error, for which a headline mentions the predictions."""
+"""Minimum number of windows, and maximum mean relative error, for which the report's headline mentions the
+predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Mean relative errors of the predictions."""
+    """Mean relative errors of the predicted times and memory peaks of windows."""
 
     windows: int
     seconds: float | None
@@ -58,7 +59,7 @@ def peak_error(window: WindowLine) -> float | None:
 
 
 def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
-    """Return one row per window, with the columns `COLUMNS`."""
+    """Return one table row per window, with the columns `COLUMNS`."""
     return [
         (
             str(number),
@@ -77,8 +78,8 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors. None if too few windows were predicted, or if the predictions were
-    inaccurate, which also happens on a busy machine."""
+    """Return one line about the errors of the predictions. Return None if too few windows were predicted, or
+    if the predictions were inaccurate, which also happens on a busy machine."""
     found = prediction_errors(windows, includes_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
@@ -88,8 +89,8 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 
 def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """Return sentences for the table: the errors of the predictions, and the source of the first
-    prediction."""
+    """Return sentences about the errors of the predictions and about the source of the first prediction, for
+    the table of windows."""
     changed, unsettled = (
         prediction_errors(windows, includes_compilation=False),
         prediction_errors(windows, includes_compilation=True),
@@ -138,9 +139,9 @@ COLOURS = (
     "#8a94a6", "#0e9db5", "#9456d6", "#d9a441", "#e8710a", "#a3673f",
     "#d9528f", "#3b7ddd", "#1e9e6a", "#8a8f1a", "#5b6f9d", "#c3c9d3",
 )  # fmt: skip
-"""Colours of the phases, in the order of the phases."""
+"""Colours of the phases of a run, such as imports and training, in the order of the phases."""
 MIN_SECONDS = 0.05
-"""Seconds below which a phase is not shown."""
+"""Minimum duration, in seconds, of a phase of the run that is shown."""
 
 
 def phase_label(phase: Phase) -> str:
@@ -162,12 +163,12 @@ class WallBar:
 
     sentence: str
     parts: tuple[tuple[str, str, float, str], ...]
-    """Label, seconds, percentage and colour of each phase."""
+    """Label, seconds, percentage and colour of each phase of the run."""
 
 
 def wall_time_bar(wall_time: WallTime) -> WallBar:
-    """Return the bar of a run's wall time, with the phases in order. The page is drawn before the run ends,
-    so the last phase may be missing."""
+    """Return the bar of a run's wall time, with the phases in order. The last phase may be missing, since the
+    page is written before the run ends."""
     drawn_early = "" if wall_time.phases[Phase.REPORT] else ", until this page was drawn"
     told = [phase for phase in Phase if wall_time.phases[phase] >= MIN_SECONDS]
     whole = max(wall_time.seconds, sum(wall_time.phases[phase] for phase in told), 1e-9)

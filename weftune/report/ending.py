@@ -1,4 +1,5 @@
-"""The tables printed at the end of `weftune train` and the quickstart: all jobs, and sweeps' best trials."""
+"""The tables that are printed at the end of `weftune train` and of the quickstart: all jobs, and the best
+trials of sweeps."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from weftune.jobs.sweeps.record import (
     best_folder,
     counts,
     flat_trial_values,
-    leaders,
+    leading_trials,
     metric_title,
     setting_text,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
 )
 from weftune.report.compare import base_validation, best_jobs, first_loss, kept_validation, sort_by_result
@@ -40,12 +41,13 @@ from weftune.report.words import (
 )
 
 Losses = tuple[float | None, float | None]
-"""First and last value of a loss."""
+"""First and last value of a job's loss, each None if unknown."""
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Return all jobs, best result first, with the reasons of failures and how to resume; of a sweep's trials
-    only the best. Paths that do not fit into `width` columns are on separate lines."""
+    """Return a table of all jobs, the best result first, with the reasons of failures and how to resume. Of a
+    sweep's trials, only the best are listed. Paths that do not fit into `width` columns are on separate
+    lines."""
     trials = run.trials
     jobs = tuple(job for job in sort_by_result(run.jobs) if job.name not in trials)
     sweeps = [part for record in run.sweeps for part in sweep_ending(run, record, width)]
@@ -87,7 +89,8 @@ def _job_reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
 
 
 def _no_wrap_text(text: str, style: str = "") -> Text:
-    """Return a line that only the terminal may wrap: commands with line breaks could not be pasted."""
+    """Return a line into which no line breaks are inserted, since a command with line breaks could not be
+    pasted."""
     return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
@@ -119,7 +122,8 @@ def _job_table(run: Run, jobs: tuple[JobRecord, ...], shows_paths: bool) -> Tabl
 
 
 def job_state_table(jobs: Sequence[JobRecord]) -> Table:
-    """Return a table of jobs during a run: states, steps, last losses, and why a job does not train."""
+    """Return a table of jobs during a run, with their states, steps and last losses, and the reasons why jobs
+    do not train."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("job", "state"):
         table.add_column(heading, no_wrap=True)
@@ -146,15 +150,15 @@ def _first_and_last_loss(job: JobRecord) -> Losses:
 
 
 def _losses_text(first_loss: float | None, last_loss: float | None) -> str:
-    """Format the first and the last loss, or only one of them if the other is not known."""
+    """Format the first and the last loss of a job, or only one of them if the other is not known."""
     if first_loss is None or last_loss is None:
         return loss_text(first_loss if last_loss is None else last_loss, 3)
     return f"{loss_text(first_loss, 3)} → {loss_text(last_loss, 3)}"
 
 
 def _change_text(losses: Losses, validation: Losses) -> Text:
-    """Format the change of the validation loss or, without a validation loss, of the training loss. The text
-    is red if the loss increased."""
+    """Format the change of the validation loss or, without a validation loss, of the training loss. It is red
+    if the loss increased."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
     return Text(change_text(first, last), style="red" if is_worse else "")
@@ -171,8 +175,9 @@ _FAILURES = 3
 
 
 def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
-    """Return a table of the best trials, with the winners' folders if `width` columns are enough."""
-    best = winners(record) or leaders(record, _LEADERS)
+    """Return a table of a sweep's best trials, with the folders of the winners' adapters if they fit into
+    `width` columns."""
+    best = winners(record) or leading_trials(record, _LEADERS)
     doubt = base_sentence(record)
     below = [Text(printable_line(doubt), style="red")] if doubt else []
     below += [*_trial_failures(record), *_resume_lines(run, record)]
@@ -191,7 +196,7 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
 
 def _sweep_heading(record: SweepRecord) -> str:
     states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
-    share = trained_share(record)
+    share = trained_fraction(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
     return f"{record.name}: {count_noun(len(record.trials), 'trial')}, {states}{saved}"
 

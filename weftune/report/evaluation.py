@@ -15,7 +15,7 @@ from weftune.report.template import render
 from weftune.report.words import NO_VALUE, accuracy_text, count_noun, loss_text
 
 MAX_ROWS = 200
-"""Maximum number of rows whose answers are shown on the page."""
+"""Maximum number of rows whose answers are shown on the page of an evaluation."""
 ANSWERS = "answers.json"
 """File in a job's folder with the answers of its adapter to held-out prompts."""
 BARE_BASE = ""
@@ -24,7 +24,8 @@ of a job."""
 
 
 def answers_record(adapter: str, step: int, rows: Sequence[AnsweredRow]) -> dict[str, Any]:
-    """Return the content of `answers.json`."""
+    """Return the content of the file `answers.json`, with the answers of a job's adapter to held-out
+    prompts."""
     shown = [
         {
             "location": row.location,
@@ -43,12 +44,12 @@ class SampleAnswers:
     """The content of `answers.json`: the answers of a job's adapter and of the base to held-out prompts."""
 
     step: int
-    """Step of the adapter that has answered."""
+    """Step of the adapter with which the answers were generated."""
     rows: tuple[AnsweredRow, ...]
 
 
 def read_answers(folder: Path) -> SampleAnswers | None:
-    """Return the answers in a job's folder. None if there are none, or if they cannot be read."""
+    """Return the answers that a job's folder contains, or None if there are none or they cannot be read."""
     try:
         value = json.loads((folder / ANSWERS).read_bytes())
         return SampleAnswers(int(value["step"]), tuple(_parse_answered_row(row) for row in value["rows"]))
@@ -66,7 +67,7 @@ def _parse_answered_row(row: Mapping[str, Any]) -> AnsweredRow:
 
 
 def metric_title(metric: str) -> str:
-    """Return the heading of a metric's column."""
+    """Return the heading of a metric's column in the table of scores."""
     return metric.replace("_", " ") if metric in (*METRICS, *REWARD_METRICS) else metric
 
 

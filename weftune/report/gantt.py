@@ -3,8 +3,8 @@ report.
 
 There is a lane for every device and stream, drawn by the page's script.
 
-The script gets the actions as data and draws the visible ones: wide actions as bars, narrower ones together
-as columns that show the share of time of each kind. Zooming in turns columns into bars.
+The script gets the actions as data and draws the visible ones. Wide actions are drawn as bars, and narrower
+ones together as columns that show the fraction of time of each kind. Zooming in turns columns into bars.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from weftune.report.template import Tile, render
 from weftune.report.words import count_noun
 
 TICKS_PER_WINDOW = 1_000_000
-"""Number of ticks in the drawn time; starts and lengths are whole numbers of ticks."""
+"""Resolution of a drawn timeline: the number of ticks into which its duration is divided. Starts and lengths
+of bars are whole numbers of ticks."""
 MAX_BYTES = 400_000
-"""Maximum bytes of a timeline's data. If there are more, only the first actions are drawn. A page has at most
-two timelines."""
+"""Maximum size in bytes of a timeline's data in a page. If there is more data, only the first actions are
+drawn."""
 _MAX_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
@@ -73,17 +74,17 @@ _KIND_NAMES: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One action as it is drawn."""
+    """A bar of a timeline, which shows one action."""
 
     row: str
     kind: str
-    """Kind of the action, a key of `COLOURS`."""
+    """Kind of the action, such as `forward`, which determines the bar's colour."""
     start: float
     stop: float
     text: str
-    """Text shown when the pointer is on the bar; not escaped."""
+    """Text that is shown when the pointer is on the bar. It is not escaped."""
     microbatch: int = -1
-    """Number of the microbatch; -1 if the action has no microbatch or the number is unknown."""
+    """Index of the action's microbatch. -1 if it has none or the index is unknown."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
@@ -114,8 +115,8 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return, for each device, the share of time in which the device computes, and the share of each kind of
-    action."""
+    """Return a table row for each device, with the fraction of time in which it computes and the fraction of
+    each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, action_kind(one.action)
@@ -140,8 +141,8 @@ def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ..
 def timeline_data(
     bars: Sequence[Bar], lanes: Sequence[str], seconds: float, program: Program | None = None
 ) -> dict[str, Any]:
-    """Return the timeline's data for the page's script, limited in size. `seconds` is the drawn time; with a
-    `program`, bars show the jobs whose tokens they process."""
+    """Return the data of a timeline for the page's script, limited in size. `seconds` is the duration that is
+    drawn. With a `program`, bars also show the jobs whose tokens they process."""
     ordered = sorted((bar for bar in bars if bar.stop > bar.start), key=lambda bar: bar.start)
     count = len(ordered)
     while True:
@@ -188,8 +189,8 @@ def _chart_data(
 
 
 def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[int]:
-    """Return a flat list for the jobs in a microbatch: the index of a job, the number of its tokens, and so
-    on. Adjacent segments of one job are merged."""
+    """Return the jobs in a microbatch as a flat list `[job index, tokens, job index, tokens, ...]`. Adjacent
+    segments of one job are merged."""
     found: list[int] = []
     for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
         found += (jobs[job], sum(one.tokens for one in group))
@@ -217,7 +218,8 @@ def _timeline_bars(timeline: Timeline, program: Program) -> list[Bar]:
 
 
 def timeline_title(timeline: Timeline, title: str) -> str:
-    """Return the title with the total seconds and, for several devices, the share of idle time."""
+    """Return the title of a timeline with its total seconds and, for several devices, the fraction of idle
+    time."""
     text = f"{title}: {timeline.makespan:.3g} s"
     if timeline.devices == 1:
         return text
@@ -225,7 +227,8 @@ def timeline_title(timeline: Timeline, title: str) -> str:
 
 
 def job_colours(program: Program) -> dict[str, str]:
-    """Return a colour for every job, in the order in which they first train: hues a golden angle apart."""
+    """Map every job to a colour. Jobs are in the order in which they first train, and consecutive hues are a
+    golden angle apart."""
     names = dict.fromkeys(one.job for microbatch in program.microbatches for one in microbatch.segments)
     return {name: _hue(number) for number, name in enumerate(names)}
 
@@ -252,12 +255,13 @@ def lane_name(device: int, lane: Lane) -> str:
 
 
 def action_kind(action: Action) -> str:
-    """Return the kind of an action, a key of `COLOURS`."""
+    """Return the kind of an action, which determines its colour in a timeline."""
     return _KIND_NAMES.get(type(action), "other")
 
 
 def action_text(action: Action, program: Program) -> str:
-    """Return the text shown when the pointer is on an action; names of jobs in it are user input."""
+    """Return the text that is shown when the pointer is on an action. It may contain user input: the names of
+    jobs."""
     if not isinstance(action, Compute | HalfPass | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
@@ -267,20 +271,20 @@ def action_text(action: Action, program: Program) -> str:
 
 TIMELINES = "timelines.json"
 MAX_BARS = 2000
-"""Maximum number of bars. Of a longer window, only the first bars are kept."""
+"""Maximum number of bars of a recorded timeline. Of longer windows, only the first bars are kept."""
 BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part predicted", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTimeline:
-    """A timeline as the page shows it: the workers' bars and their shares of idle time."""
+    """A timeline as the report shows it: the workers' bars and their fractions of idle time."""
 
     seconds: float
     bubbles: tuple[float, ...]
-    """Share of the window in which each worker is idle."""
+    """Fraction of the window in which each worker is idle."""
     steady: tuple[float, ...]
-    """Share of idle time of each worker while the pipeline is full: from the time when all workers have begun
-    until one of them has run its last Forward."""
+    """Fraction of idle time of each worker while the pipeline is full: from the time when all workers have
+    begun until one of them has run its last Forward."""
     bars: tuple[Bar, ...]
 
 
@@ -291,8 +295,8 @@ class Timelines:
 
 
 def prepare_timeline(timeline: Timeline, program: Program) -> DrawnTimeline:
-    """Return the workers' computation as bars. Transfers run in parallel and are not drawn; only the trace
-    file contains them."""
+    """Return a timeline with the computation of each worker as bars. Transfers run in parallel and are not
+    drawn; only the trace file contains them."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
@@ -327,8 +331,8 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 
 def read_timelines(output: Path) -> Timelines | None:
-    """Read the timelines. Return None if the file is missing or cannot be read; the page is then shown
-    without timelines."""
+    """Return the predicted and the measured timeline of a pipeline's last window from an output folder.
+    Return None if the file is missing or cannot be read."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(
@@ -370,16 +374,16 @@ def _finite_number(value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineChart:
-    """A timeline on the page, with its data for the script."""
+    """A timeline in the report: its title, the text below it, and its data for the page's script."""
 
     name: str
     title: str
-    words: str
+    caption: str
     data: Mapping[str, Any]
 
 
 def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
-    """Return the predicted and the measured timeline, on the same time scale."""
+    """Return the predicted and the measured timeline of a window for the report, on the same time scale."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)
@@ -397,12 +401,12 @@ def _timeline_chart(
     )
     is_cut = len(timeline.bars) >= MAX_BARS or data["drawn"] < data["all"]
     cut = f" Drawn are its first {data['drawn']:,} actions." if is_cut else ""
-    words = f"The last window in which jobs trained: {timeline.seconds:.3g} s.{cut}"
-    return TimelineChart(name=name, title=title, words=words, data=data)
+    caption = f"The last window in which jobs trained: {timeline.seconds:.3g} s.{cut}"
+    return TimelineChart(name=name, title=title, caption=caption, data=data)
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
-    """Return one row per worker, with the columns `BUBBLE_COLUMNS`."""
+    """Return one table row per worker about its idle time, with the columns `BUBBLE_COLUMNS`."""
     foreseen, measured = timelines.foreseen, timelines.measured
     columns: Sequence[Sequence[float]] = (
         foreseen.bubbles,

@@ -19,7 +19,7 @@ WIDTH = 1800
 LEFT, RIGHT, TOP, BOTTOM = 190, 30, 90, 60
 ROW, GAP, FOOT = 40, 6, 10
 LINE = 26
-"""Pixels between two lines of the legend of jobs."""
+"""Distance, in pixels, between two lines of the legend of jobs."""
 TICKS = 8
 INK, PALE, PAPER = "#1c2430", "#d5dae1", "#ffffff"
 
@@ -35,7 +35,8 @@ def require_pillow() -> None:
 
 
 def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
-    """Draw the lanes that have events. The lower part of each pass shows the jobs in it."""
+    """Return a PNG picture of a timeline, with a lane for each device and stream that has events. The lower
+    part of each pass shows the jobs in it."""
     from PIL import Image, ImageDraw
 
     lanes = lane_names(timeline)
@@ -43,30 +44,31 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     jobs = _lay_out_legend(colours)
     height = TOP + len(lanes) * ROW + BOTTOM + LINE * (1 + max((line for _, line, _ in jobs), default=0))
     image = Image.new("RGB", (WIDTH, height), PAPER)
-    pen = ImageDraw.Draw(image)
-    _draw_title(pen, timeline, title)
-    _draw_axis(pen, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
+    canvas = ImageDraw.Draw(image)
+    _draw_title(canvas, timeline, title)
+    _draw_axis(canvas, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
     tops = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
     for lane, top in tops.items():
-        pen.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
+        canvas.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
     for event in timeline.events:
         if event.stop > event.start:
-            _draw_bar(pen, event, timeline.makespan, tops[lane_name(event.device, event.lane)])
+            _draw_bar(canvas, event, timeline.makespan, tops[lane_name(event.device, event.lane)])
     for lane, job, start, stop in job_strips(timeline, program):
         left, right = _x_position(start, timeline.makespan), _x_position(stop, timeline.makespan)
         foot = tops[lane] + ROW - GAP // 2
-        pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[job])
+        canvas.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[job])
     for job, line, across in jobs:
         top = TOP + len(lanes) * ROW + BOTTOM + LINE * line
-        pen.rectangle((across, top, across + 14, top + 14), fill=colours[job])
-        pen.text((across + 20, top + 7), f"job {job}", fill=INK, font=_font(14), anchor="lm")
+        canvas.rectangle((across, top, across + 14, top + 14), fill=colours[job])
+        canvas.text((across + 20, top + 7), f"job {job}", fill=INK, font=_font(14), anchor="lm")
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True)
     return stream.getvalue()
 
 
 def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
-    """Divide every pass among its jobs in proportion to their tokens; yield lane, job, start and stop."""
+    """Divide the time of every pass among its jobs in proportion to their tokens. Yield the lane, the job,
+    and the start and stop of its part."""
     for event in timeline.events:
         if not isinstance(event.action, Compute) or event.stop <= event.start:
             continue
@@ -78,20 +80,20 @@ def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str,
             start = stop
 
 
-def _draw_title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
-    pen.text((LEFT, 18), timeline_title(timeline, title), fill=INK, font=_font(20))
+def _draw_title(canvas: ImageDraw, timeline: Timeline, title: str) -> None:
+    canvas.text((LEFT, 18), timeline_title(timeline, title), fill=INK, font=_font(20))
     across = LEFT
     kinds = {action_kind(event.action) for event in timeline.events if event.stop > event.start}
     for kind, colour in COLOURS.items():
         if kind in kinds:
-            pen.rectangle((across, 55, across + 14, 69), fill=colour)
-            pen.text((across + 20, 62), kind, fill=INK, font=_font(14), anchor="lm")
-            across += 40 + int(pen.textlength(kind, font=_font(14)))
+            canvas.rectangle((across, 55, across + 14, 69), fill=colour)
+            canvas.text((across + 20, 62), kind, fill=INK, font=_font(14), anchor="lm")
+            across += 40 + int(canvas.textlength(kind, font=_font(14)))
 
 
 def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the positions of the jobs' names below the picture, as (job, line, distance from the left in
-    pixels)."""
+    """Return the positions of the jobs in the legend below the picture, as (job, line, distance from the left
+    in pixels)."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))
@@ -102,17 +104,18 @@ def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
     return entries
 
 
-def _draw_axis(pen: ImageDraw, makespan: float, height: int) -> None:
+def _draw_axis(canvas: ImageDraw, makespan: float, height: int) -> None:
     bottom = height - BOTTOM + 6
     for tick in ticks(makespan):
         across = _x_position(tick, makespan)
-        pen.line((across, TOP - 6, across, bottom), fill=PALE)
-        pen.text((across, bottom + 6), f"{tick:g}", fill=INK, font=_font(14), anchor="mt")
-    pen.text((WIDTH - RIGHT, height - 8), "seconds", fill=INK, font=_font(14), anchor="rb")
+        canvas.line((across, TOP - 6, across, bottom), fill=PALE)
+        canvas.text((across, bottom + 6), f"{tick:g}", fill=INK, font=_font(14), anchor="mt")
+    canvas.text((WIDTH - RIGHT, height - 8), "seconds", fill=INK, font=_font(14), anchor="rb")
 
 
 def ticks(makespan: float) -> Iterator[float]:
-    """Yield round numbers from 0 on, at distances of 1, 2 or 5 times a power of ten."""
+    """Yield the ticks of a time axis: round numbers from 0 on, at distances of 1, 2 or 5 times a power of
+    ten."""
     if makespan <= 0:
         return
     rough = makespan / TICKS
@@ -122,16 +125,16 @@ def ticks(makespan: float) -> Iterator[float]:
         yield float(f"{number * step:.6g}")
 
 
-def _draw_bar(pen: ImageDraw, event: Event, makespan: float, top_pixel: int) -> None:
+def _draw_bar(canvas: ImageDraw, event: Event, makespan: float, top_pixel: int) -> None:
     left, right = _x_position(event.start, makespan), _x_position(event.stop, makespan)
     # A bar of no width would vanish, and a rim would hide a narrow one.
     rim = PAPER if right - left >= 4 else None
     box = (left, top_pixel + GAP // 2, max(right, left + 1), top_pixel + ROW - GAP // 2)
-    pen.rectangle(box, fill=COLOURS[action_kind(event.action)], outline=rim)
+    canvas.rectangle(box, fill=COLOURS[action_kind(event.action)], outline=rim)
     label = str(getattr(event.action, "microbatch", ""))
-    if label and pen.textlength(label, font=_font(12)) + 4 < right - left:
+    if label and canvas.textlength(label, font=_font(12)) + 4 < right - left:
         middle = (left + right) / 2, top_pixel + (ROW - FOOT) / 2
-        pen.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
+        canvas.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
 
 
 def _x_position(seconds: float, makespan: float) -> float:

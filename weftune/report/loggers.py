@@ -1,4 +1,5 @@
-"""Metrics for TensorBoard, Weights & Biases or MLflow: one run per job, grouped by the output's name."""
+"""Logging of metrics to TensorBoard, Weights & Biases or MLflow, with one run per job, grouped by the
+output's name."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Spec = Mapping[str, Any]
 
 _NOT_METRICS = ("job", "step", "time")
 _LONGEST_PARAMETER = 500
-"""Maximum length of a parameter in MLflow."""
+"""Maximum length of a parameter's value in MLflow, in characters."""
 
 
 class JobLogger(Protocol):
@@ -44,7 +45,7 @@ class Loggers:
         self.notes: list[str] = []
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Log one line of metrics.jsonl; values that are not finite numbers are omitted."""
+        """Log one line of metrics.jsonl to all trackers. Values that are not finite numbers are omitted."""
         if not self._openers:
             return
         values = {
@@ -76,7 +77,8 @@ class Loggers:
 
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
-    """Open the loggers named in `report_to`. `jobs` maps each job's name to its resolved spec."""
+    """Open the loggers of the trackers that `report_to` in the jobs file names. `jobs` maps each job's name
+    to its spec."""
     check_trackers(names)
     openers: dict[str, Callable[[str, Spec], JobLogger]] = {}
     if "tensorboard" in names:
@@ -89,7 +91,8 @@ def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise an error if a tracker named in `report_to` cannot be used, without writing anything."""
+    """Raise an error if a tracker that `report_to` in the jobs file names cannot be used. Nothing is
+    written."""
     for name in names:
         if name not in get_args(Tracker):
             raise SpecError(f"report_to: {name!r} is not known; write tensorboard, wandb or mlflow.")
@@ -100,7 +103,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class TensorboardLogger:
-    """A logger that writes event files with tensorboard's own writer; torch's writer would import torch."""
+    """A logger that writes event files for TensorBoard with tensorboard's own writer, since torch's writer
+    would import torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -125,7 +129,8 @@ class TensorboardLogger:
 
 
 def _log_in_to_wandb() -> None:
-    """Log in before the run starts: wandb may ask for a key, and errors are reported at once."""
+    """Log in to Weights & Biases. This is done before the run starts, since wandb may ask for a key, and so
+    that errors are reported at once."""
     import wandb
 
     try:
@@ -136,7 +141,8 @@ def _log_in_to_wandb() -> None:
 
 
 class WandbLogger:
-    """A logger whose run id is derived from folder and job, so that a resumed job continues its W&B run."""
+    """A logger for Weights & Biases. The run id is derived from the output folder and the job, so that a
+    resumed job continues its run."""
 
     def __init__(self, output: Path, job: str, spec: Spec) -> None:
         import wandb
@@ -172,7 +178,8 @@ def _mlflow_client(output: Path) -> Callable[[str, Spec], JobLogger]:
 
 
 class MlflowLogger:
-    """A logger to the MLflow experiment named after the output folder, by default in its mlflow.db."""
+    """A logger to the MLflow experiment with the name of the output folder. By default, the experiment is in
+    the folder's mlflow.db."""
 
     def __init__(self, client: MlflowClient, experiment: str, job: str, spec: Spec) -> None:
         self._client = client

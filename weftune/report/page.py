@@ -14,7 +14,7 @@ from weftune.base.spec import DEMO
 from weftune.core.evaluation import AnsweredRow
 from weftune.errors import OutputError
 from weftune.jobs.sweeps.record import rank_trials
-from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_pen
+from weftune.report.charts import DROPPED_COLOUR, MAX_CURVES, draw_charts, job_line_style
 from weftune.report.compare import (
     base_accuracy,
     base_validation,
@@ -32,7 +32,7 @@ from weftune.report.evaluation import BARE_BASE, MAX_ROWS, metric_title, score_t
 from weftune.report.gantt import BUBBLE_COLUMNS, Timelines, bubble_rows, read_timelines, timeline_charts
 from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
-from weftune.report.svg import Pen
+from weftune.report.svg import LineStyle
 from weftune.report.sweep_page import sweep_view
 from weftune.report.template import Tile, render
 from weftune.report.words import (
@@ -42,26 +42,28 @@ from weftune.report.words import (
     change_text,
     count_noun,
     duration_text,
-    link_to,
     loss_text,
     minutes_text,
     points_text,
     rate_text,
+    relative_link,
     short_paths,
 )
 
 _MAX_VALUE_LETTERS = 72
 _MAX_WINDOWS = 200
 _MAX_ROWS = 500
-"""Maximum number of jobs in the table; a page with more jobs would open slowly."""
+"""Maximum number of jobs in the table of the report. A page with more jobs would open slowly."""
 _MAX_DETAILS = 200
-"""Maximum number of jobs with commands on the page: the first jobs, and those that need the user's action."""
+"""Maximum number of jobs with commands on the page of the report: the first jobs, and those that need the
+user's action."""
 _MAX_ANSWERS = 8
 """Maximum number of jobs whose answers to a prompt are shown side by side. The best jobs are chosen."""
 _MAX_RUNS = 5
-"""Maximum number of runs that are shown. If a folder was resumed more often, only its last runs are shown."""
+"""Maximum number of runs into a folder whose wall times are shown. If the folder was resumed more often, only
+the last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
-"""Names of the charts of losses and accuracy. All other charts show time and memory."""
+"""Names of the report's charts of losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),
@@ -71,16 +73,17 @@ _NUMBERS = (
     ("preference_accuracy", "rewards/accuracies"),
     ("loss", "training loss"),
 )
-"""Columns of numbers: pairs of an attribute of `JobView` and the heading of the column."""
+"""Columns of numbers in the table of jobs, as pairs of an attribute of `JobView` and the heading."""
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
-"""Minimum fraction of saved time that is reported. Smaller fractions are within the error of the time
-model."""
+"""Minimum time saved by training jobs together that is reported, as a fraction of the run's time. Smaller
+fractions are within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A cell of the table: a short text, and the complete text that is shown on hover."""
+    """A cell of the table of jobs with the value of a key: a short text, and the complete text that is shown
+    on hover."""
 
     key: str
     text: str
@@ -89,7 +92,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One measured number of a job: its text, its value for sorting, and the details below the text."""
+    """A measured number of a job in the report: its text, its value for sorting, and the details below the
+    text."""
 
     text: str = ""
     value: float | None = None
@@ -100,7 +104,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """One job on the page."""
+    """A job as the report shows it, with the formatted contents of its row."""
 
     job: JobRecord
     index: int
@@ -116,15 +120,15 @@ class JobView:
     snippet: str
     command: str
     remedies: tuple[Remedy, ...]
-    trial: bool
-    """Whether the job belongs to a sweep; then it is listed in the sweep's table."""
-    dropped: bool
+    is_trial: bool
+    """Whether the job is a trial of a sweep, and therefore listed in the sweep's table."""
+    is_dropped: bool
     """Whether the job was dropped from its sweep. Such a job has no adapter, and the user does not have to do
     anything."""
 
     @property
-    def pen(self) -> Pen:
-        return job_pen(self.index)
+    def line_style(self) -> LineStyle:
+        return job_line_style(self.index)
 
     @property
     def progress(self) -> str:
@@ -133,23 +137,23 @@ class JobView:
 
     @property
     def folder(self) -> str:
-        """A link to the job's folder, relative to the page. Empty if the job has no folder."""
-        return link_to(self.job.name, "") if self.job.spec else ""
+        """Link to the job's folder, relative to the page. Empty if the job has no folder."""
+        return relative_link(self.job.name, "") if self.job.spec else ""
 
     @property
     def has_no_adapter(self) -> bool:
-        """Whether the job ended or waits without an adapter; such jobs are listed at the top of the page."""
-        return self.job.state in _STOPPED and not self.dropped
+        """Whether the job ended or waits without an adapter. Such jobs are listed at the top of the page."""
+        return self.job.state in _STOPPED and not self.is_dropped
 
     @property
     def has_curves(self) -> bool:
-        """Whether the job's curves are in the charts, with a pen that no other job has."""
-        return self.index < MAX_CURVES and not self.dropped
+        """Whether the job's curves are in the charts, with a colour and dashes that no other job has."""
+        return self.index < MAX_CURVES and not self.is_dropped
 
     @property
     def has_instructions(self) -> bool:
-        """Whether the page says how to use the job's adapter, or how to resume the job."""
-        if self.dropped or (self.trial and self.job.state == "failed"):
+        """Whether the report contains code that uses the job's adapter, or a command that resumes the job."""
+        if self.is_dropped or (self.is_trial and self.job.state == "failed"):
             # The sweep has decided without it, and does not admit it again.
             return False
         return self.has_no_adapter or self.index < _MAX_DETAILS
@@ -175,8 +179,8 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
     jobs = _sorted_jobs(run)
     views = _job_views(run, jobs)
-    table = [view for view in views if not view.trial]
-    charts = draw_charts(jobs, run.windows, run.dropped)
+    table = [view for view in views if not view.is_trial]
+    charts = draw_charts(jobs, run.windows, run.dropped_trials)
     pipeline = timeline_charts(timelines) if timelines else ()
     values = {
         "title": run.output.resolve().name,
@@ -210,7 +214,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """One held-out prompt and the answers of the jobs that have answered it."""
+    """A held-out prompt with the answers that the adapters of several jobs gave to it."""
 
     row: AnsweredRow
     titles: Mapping[str, str]
@@ -249,7 +253,7 @@ def _sorted_jobs(run: Run) -> tuple[JobRecord, ...]:
 
 
 def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the anchor and title of each section that the page has."""
+    """Return the anchor and title of each section of the report for which there is content."""
     others = (
         (values["table"], "jobs", "Jobs"),
         (values["curves"], "curves", "Curves"),
@@ -266,7 +270,8 @@ def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _run_facts(run: Run) -> list[str]:
-    """Return model, quantisation, dtype, device and start time, if they are known."""
+    """Return facts about the run as strings: model, quantisation, dtype, device and start time, as far as
+    they are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
     name = bases[0].published_name if bases else run.base
@@ -301,7 +306,7 @@ def _effort_sentences(run: Run) -> list[str]:
 
 
 def _run_tiles(run: Run) -> list[Tile]:
-    dropped = run.dropped
+    dropped = run.dropped_trials
     states = Counter("dropped" if job.name in dropped else str(job.state) for job in run.jobs)
     succeeded = states.pop("succeeded", 0)
     detail = ", ".join(f"{count} {state}" for state, count in states.items())
@@ -330,8 +335,8 @@ def _run_tiles(run: Run) -> list[Tile]:
 
 
 def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
-    """Return the views of `jobs`, which are in the order of the table."""
-    trials, dropped = run.trials, run.dropped
+    """Return the jobs as the report shows them. `jobs` are in the order of the table."""
+    trials, dropped = run.trials, run.dropped_trials
     plain = [job for job in jobs if job.name not in trials]
     best = best_jobs(plain)
     columns = _setting_columns(plain)
@@ -356,16 +361,16 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             snippet=load_snippet(base, folder) if usable and base is not None else "",
             command=generate_command(folder) if usable else "",
             remedies=remedies(job, run.command),
-            trial=job.name in trials,
-            dropped=job.name in dropped,
+            is_trial=job.name in trials,
+            is_dropped=job.name in dropped,
         )
         views.append(view)
     return views
 
 
 def _validation_number(job: JobRecord) -> Number:
-    """Return the loss of the kept adapter, with its step if that is not the last step. If no adapter was
-    evaluated, return the loss of the base."""
+    """Return the validation loss of the adapter in the job's folder, with its step if that is not the last
+    step. If no adapter was evaluated, return the loss of the base."""
     kept, base = kept_validation(job), base_validation(job)
     if kept is None:
         text = "" if base is None else f"base {loss_text(base)}"
@@ -398,7 +403,7 @@ def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float],
 
 
 def _score_number(job: JobRecord) -> Number:
-    """Return the value of the job's `eval.metric` for the adapter that is kept, and for the base."""
+    """Return the value of the job's `eval.metric` for the adapter in its folder, and for the base."""
     name, base = job.metric_name, job.base_score
     if job.score is None or name is None:
         return Number()
@@ -420,7 +425,8 @@ def _accuracy_number(job: JobRecord) -> Number:
 
 
 def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
-    """Return, for each key in which jobs differ, the values of all jobs, unless all values look the same."""
+    """Return a column of the table for each key in which jobs differ, unless all formatted values are
+    equal."""
     specs = [flat_spec(job) for job in jobs]
     columns = [_setting_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
     return [column for column in columns if len({one.full_text for one in column}) > 1]

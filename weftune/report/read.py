@@ -1,4 +1,5 @@
-"""The reader of an output folder's files. Lines that a killed run left incomplete are skipped."""
+"""The reader of the files in an output folder, from which the report is made. Lines that a killed run left
+incomplete are skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from weftune.report.evaluation import SampleAnswers, read_answers
 WALL_TIME = "wall.json"
 Curve = list["MetricLine"]
 _EVALUATION_KEYS = ("eval_loss", "eval_tokens", "eval_token_accuracy")
-"""Keys of an evaluation that have their own attribute in `MetricLine`."""
+"""Keys in the lines of evaluations for which `MetricLine` has fields of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,12 @@ class MetricLine:
     loss: float | None
     """Loss of the step or evaluation. None if it was not finite."""
     tokens: int = 0
-    """Number of tokens that the loss is averaged over; 0 if the folder does not say."""
+    """Number of tokens over which the loss is averaged. 0 if it is not recorded."""
     accuracy: float | None = None
     """Fraction of held-out tokens for which the model's most likely token is correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Maps the name of each metric, except the loss, to its value. The names have no prefix `eval_`."""
+    """Maps the name of each metric, except the loss, to its value. The prefix `eval_` is removed from the
+    names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +71,29 @@ class WindowLine:
     compiled_passes: int = 0
     """Number of passes in which kernels were compiled or a graph captured."""
     source: str = ""
-    """Text that names the source of the predicted time."""
+    """Source of the predicted time, as a string for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord(JobStatus):
-    """The status of a job with its name and, if it was read from an output folder, the job's other records.
+    """The status of a job with its name and, if it was read from an output folder, the spec, curves and
+    answers of the job.
 
-    Files of other versions may have states that `State` does not know; they are kept as text, and `unknown`
-    is the state of a job without a status.
+    The state may be a string that `State` does not have, as in files of other versions; it is `unknown` if a
+    job has no status.
     """
 
     name: str
     loss: float | None = None
     """Last finite training loss."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved spec; empty for a job that never started."""
+    """Keys and values of the job with all defaults filled in. Empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[MetricLine, ...] = ()
     evaluations: tuple[MetricLine, ...] = ()
     answers: SampleAnswers | None = None
-    """Answers of the adapter that is kept to held-out prompts. None if the job has generated none."""
+    """Answers to held-out prompts of the adapter in the job's folder. None if the job has generated none."""
 
     @property
     def metric_name(self) -> str | None:
@@ -127,15 +130,15 @@ class Run:
         return frozenset(trial.name for sweep in self.sweeps for trial in sweep.trials)
 
     @property
-    def dropped(self) -> frozenset[str]:
-        """Names of the trials that were dropped from their sweep. They do not count as failures."""
+    def dropped_trials(self) -> frozenset[str]:
+        """Names of the trials that were dropped from their sweeps. They do not count as failures."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )
 
 
 def read_run(output: Path) -> Run:
-    """Read an output folder; raise a user error if it has neither metrics nor a status."""
+    """Read an output folder. Raise a UserError if it has neither metrics nor a status."""
     metrics, status = output / METRICS, output / STATUS
     if not metrics.exists() and not status.exists():
         what = "holds no metrics.jsonl" if output.is_dir() else "is not a folder"
@@ -176,7 +179,8 @@ def read_run(output: Path) -> Run:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return the JSON objects of a file; add a note about incomplete lines other than the last to `notes`."""
+    """Return the JSON objects in the lines of a file. If lines other than the last are incomplete, add a note
+    about them to `notes`."""
     if not path.exists():
         return []
     texts = [text for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
@@ -199,8 +203,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _read_metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics. If processes trained shares (subsets) of the jobs, the lines of such a job
-    come from the folder of its share, where they are complete."""
+    """Return all lines of metrics. If several processes trained shares of the jobs, the lines of a job come
+    from the folder of its share, where they are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [
@@ -220,8 +224,8 @@ def _merge_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunS
 
 
 def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Return two mappings, from each job to its steps and to its evaluations, both in order. A resumed or
-    restarted job writes lines again: its earlier lines beyond that point are dropped."""
+    """Return two mappings, from each job to its steps and to its evaluations, both in order. A job that was
+    resumed or restarted has repeated some steps, whose earlier lines are dropped."""
     losses: dict[str, Curve] = {}
     evaluations: dict[str, Curve] = {}
     for line in lines:
@@ -255,7 +259,7 @@ def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict
 
 
 def _evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of an evaluation without the prefix of their keys."""
+    """Return the metrics of an evaluation, with the prefix `eval_` removed from their keys."""
     own = (key for key in line if key.startswith("eval_") and key not in _EVALUATION_KEYS)
     return _line_numbers(line, {key.removeprefix("eval_"): key for key in own})
 
@@ -368,7 +372,8 @@ def _window_line(line: Mapping[str, Any]) -> WindowLine:
 
 
 def save_wall_time(output: Path, wall_time: WallTime) -> None:
-    """Add a run's wall time to the output's records, or replace it if that run is already recorded."""
+    """Add a run's wall time to the file in the output folder, or replace it if the run is already recorded
+    there."""
     earlier = [one for one in read_wall_times(output) if one.started != wall_time.started]
     replace_json(
         output / WALL_TIME,
@@ -377,7 +382,8 @@ def save_wall_time(output: Path, wall_time: WallTime) -> None:
 
 
 def read_wall_times(output: Path) -> list[WallTime]:
-    """Return the wall times of the runs in the output, the earliest first; empty if they cannot be read."""
+    """Return the wall times of the runs into an output folder, the earliest first. Return an empty list if
+    they cannot be read."""
     try:
         runs: Any = json.loads((output / WALL_TIME).read_bytes())["runs"]
         return [_wall_time(run) for run in runs]
@@ -402,7 +408,8 @@ def _phase_seconds(value: Any) -> float:
 
 
 def _as_number(value: Any) -> float | None:
-    """Return the value if it is a finite number, and None otherwise. `json` also parses NaN and 1e400."""
+    """Return the value if it is a finite number, and None otherwise. The check is needed because `json`
+    accepts NaN and parses 1e400 as infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

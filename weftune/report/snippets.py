@@ -18,14 +18,14 @@ from weftune.report.read import JobRecord, Run
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """An action that may help a job without a finished adapter, and its command."""
+    """An action that may solve the problem of a job without a finished adapter, with the command for it."""
 
-    words: str
+    description: str
     command: str
 
 
 def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
-    """Return the base that the job was trained on; None if the folder does not say which."""
+    """Return the base that the job was trained on, or None if it is not recorded."""
     model = job.base.get("model") or run.base
     if not model:
         return None
@@ -37,7 +37,7 @@ def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
 
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's `--max-lora-rank`, beginning with the default."""
+"""Allowed values of vLLM's option `--max-lora-rank`. The first one is the default."""
 UNSERVED_KEYS = (
     "use_dora",
     "rank_pattern",
@@ -50,14 +50,14 @@ UNSERVED_KEYS = (
 
 
 def vllm_max_rank(rank: int) -> int | None:
-    """Return the smallest --max-lora-rank that allows a rank; None if vLLM allows none."""
+    """Return the smallest value of vLLM's `--max-lora-rank` that allows a rank, or None if there is none."""
     return next((largest for largest in VLLM_RANKS if largest >= rank), None)
 
 
 def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
-    """Return the rank of the adapter in `folder` if vLLM can load it; None if it cannot. It cannot load an
-    adapter of a quantised base or of a base with rope scaling, since it would load another model than the
-    adapter was trained on."""
+    """Return the rank of the adapter in `folder` if vLLM can load the adapter, and None if it cannot. It
+    cannot load an adapter of a quantised base or of a base with rope scaling, since it would load another
+    model than the adapter was trained on."""
     if base.quantize is not None or base.rope_scaling is not None:
         return None
     try:
@@ -70,8 +70,8 @@ def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
 
 
 def serve_command(run: Run) -> str | None:
-    """Return the shell command by which vLLM serves all finished adapters that it can load; None if it can
-    load none."""
+    """Return the shell command with which vLLM serves all finished adapters that it can load, or None if it
+    can load none."""
     found: dict[str, dict[str, int]] = {}
     for job in run.jobs:
         base = base_spec(job, run)
@@ -128,8 +128,9 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 
 def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
-    """Return lines that load the base's config with the rope scaling that the adapter was trained with. They
-    also fit families whose layers differ in their rope, of which only full attention is scaled."""
+    """Return lines of Python code that load the base's config with the rope scaling that the adapter was
+    trained with. They also work for families of models whose layers differ in their rope, where only full
+    attention is scaled."""
     return [
         f"config = AutoConfig.from_pretrained({load_arguments})",
         "rope = config.get_text_config().rope_parameters",
@@ -138,8 +139,8 @@ def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines that load a quantised base. For nf4, bitsandbytes computes the same values; for formats
-    that transformers cannot load, comments describe the difference."""
+    """Return lines of Python code that load a quantised base. For nf4, bitsandbytes computes the same values.
+    For formats that transformers cannot load, comments describe the difference."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -187,8 +188,8 @@ def generate_command(folder: Path) -> str:
 
 
 def remedies(job: JobRecord, command: str | None = None) -> tuple[Remedy, ...]:
-    """Return the remedies for an unfinished job, best first. `command` is the command that the status
-    records."""
+    """Return actions, with commands, that may solve the problem of an unfinished job, the best first.
+    `command` is the recorded command of the run."""
     resumed, anew = resume_line(command), resume_line(command, restart=[job.name])
     if job.state == "succeeded":
         return ()
@@ -215,6 +216,6 @@ def _is_divergence(reason: str) -> bool:
 
 
 def _lower_learning_rate(learning_rate: Any) -> str:
-    """Return a tenth of the given learning rate, as text."""
+    """Return a tenth of the given learning rate, as a formatted string."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

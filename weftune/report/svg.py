@@ -2,7 +2,7 @@
 
 The plot is an SVG that is stretched to its box; its lines keep their width, and dots are lines of zero length
 with round ends. Ticks and labels are HTML beside the SVG, placed in percent, so that text is never stretched.
-The page's script only adds what follows the pointer.
+The page's script only adds the values that are shown at the pointer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POINTS = 800
 class Point:
     x: float
     y: float | None
-    """Value of the point. None is a gap in the curve."""
+    """Value at the point. None is a gap in the curve."""
 
 
 def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
@@ -38,8 +38,8 @@ def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
-    """Return exponential means: the weight of a value falls by the factor `decay` per step into the past,
-    normalised to avoid bias."""
+    """Return the exponential running means of the values. Weights fall by the factor `decay` per step into
+    the past and are normalised to avoid bias."""
     mean = weight = 0.0
     means = []
     for value in values:
@@ -51,8 +51,8 @@ def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """Return about `limit` points at most: the lowest and the highest point of each part of a curve, so that
-    spikes are kept."""
+    """Reduce a curve to about `limit` points: the lowest and the highest point of each part of the curve, so
+    that spikes are kept."""
     if len(points) <= limit:
         return tuple(points)
     stretch = -(-2 * len(points) // limit)
@@ -67,25 +67,25 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 
 
 UNITS = 1000
-"""Width and height of a plot in its own coordinates."""
+"""Width and height of a plot in the coordinates of its SVG."""
 LOG_RATIO = 10
-"""An axis is logarithmic if the largest value divided by the median exceeds this ratio. On a linear axis,
-half of the values would be in the lowest tenth of the height."""
+"""An axis is logarithmic if the ratio of the largest value to the median exceeds this number. On a linear
+axis, half of the values would be in the lowest tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class LineStyle:
     """Colour and dashes of a line."""
 
     colour: str
     dash_style: str = "solid"
-    """Style of the dashes, a key of `DASHES`."""
+    """Name of the style of the dashes, such as `dash` or `dot`."""
 
     @property
     def dashes(self) -> str:
-        """The value of `stroke-dasharray`."""
+        """Value of the SVG attribute `stroke-dasharray` for the style of the dashes."""
         return DASHES[self.dash_style] or "none"
 
 
@@ -100,7 +100,8 @@ class Axis:
     log: bool = False
 
     def position(self, value: float) -> float:
-        """Return the position of a value, from 0 to 1; values outside the range are at the nearer end."""
+        """Return the position of a value on the axis, from 0 to 1. Values outside the range are at the nearer
+        end."""
         if self.log:
             value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.min_value, self.max_value))
         else:
@@ -110,21 +111,22 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line of a chart, or its dots."""
+    """A series of points in a chart, drawn as a line or as dots."""
 
     name: str
     points: Sequence[Point]
-    pen: Pen
+    line_style: LineStyle
     width: float = 2.0
     opacity: float = 1.0
     line: bool = True
-    dots: bool = False
+    has_dots: bool = False
     group: str = ""
-    """Name of a group whose series are shown and hidden together by a button of the legend."""
+    """Name of the group to which the series belongs. The series of a group are shown and hidden together by a
+    button of the legend."""
     tooltips: Sequence[str] = ()
     """Text that is shown on hover at each point, instead of its numbers."""
     ignores_pointer: bool = False
-    """Whether no value of the series is shown on hover."""
+    """Whether the values of the series are not shown on hover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +147,13 @@ class Figure:
     """Whether the names of the series are shown above the plot."""
     height: int = 260
     unit: str = ""
-    """Unit of the values that are shown on hover."""
+    """Unit of the values in the chart, which is shown on hover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parallel coordinates: a point of a series has the number of an axis as x and the position on that axis,
-    from 0 to 1, as y."""
+    """A chart with parallel coordinates. The x of a point is the index of an axis, and y the position on that
+    axis, from 0 to 1."""
 
     axes: Sequence[Axis]
     series: Sequence[Series]
@@ -163,7 +165,7 @@ class Parallel:
 def value_axis(
     label: str, values: Iterable[float], *, starts_at_zero: bool = False, margin: float = 0.05
 ) -> Axis:
-    """Return an axis for measured values. It is logarithmic if an outlier would flatten all other values on a
+    """Return an axis for measured values. It is logarithmic if outliers would compress all other values on a
     linear axis."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
@@ -203,7 +205,8 @@ def count_axis(label: str, min_value: float, max_value: float) -> Axis:
 
 
 def round_ticks(min_value: float, max_value: float) -> list[float]:
-    """Return round numbers between both ends, at distances of 1, 2 or 5 times a power of ten."""
+    """Return the ticks of an axis: round numbers within its range, at distances of 1, 2 or 5 times a power of
+    ten."""
     if not max_value > min_value:
         return [min_value]
     rough = (max_value - min_value) / (MAX_TICKS - 1)
@@ -223,7 +226,7 @@ def number_label(value: float) -> str:
 
 
 def figure_html(figure: Figure | Parallel) -> Markup:
-    """Return the chart as HTML. Parallel coordinates are drawn twice, for wide and for narrow screens."""
+    """Return a chart as HTML. Parallel coordinates are drawn twice, for wide and for narrow screens."""
     if isinstance(figure, Parallel):
         return _parallel_html(figure, vertical_axes=True) + _parallel_html(figure, vertical_axes=False)
     x, y = figure.x, figure.y
@@ -258,7 +261,8 @@ def figure_html(figure: Figure | Parallel) -> Markup:
 
 
 def _axis_ranges(figure: Figure) -> Markup:
-    """Return both axes for the page's script, which converts positions in the plot back to numbers."""
+    """Return the ranges of both axes as HTML attributes. The page's script uses them to convert positions in
+    the plot to numbers."""
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
         Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
@@ -272,24 +276,24 @@ def _legend_html(figure: Figure) -> Markup:
     if not figure.legend:
         return Markup("")
     entries = Markup("").join(
-        Markup("<li>{}{}</li>").format(pen_html(one.pen, dots=not one.line), one.name)
+        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, has_dots=not one.line), one.name)
         for one in figure.series
         if not one.ignores_pointer
     )
     return Markup('<ul class="keys">{}</ul>').format(entries)
 
 
-def pen_html(pen: Pen, dots: bool = False) -> Markup:
-    """Return a sample of a line for legends and tables."""
-    if dots:
+def line_sample_html(line_style: LineStyle, has_dots: bool = False) -> Markup:
+    """Return a short line with this colour and dashes as HTML, for legends and tables."""
+    if has_dots:
         return Markup(
             '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
             '<circle cx="5" cy="5" r="4" fill="{}"/></svg>'
-        ).format(pen.colour)
+        ).format(line_style.colour)
     return Markup(
         '<svg class="pen" viewBox="0 0 22 4" aria-hidden="true"><line x1="0" y1="2" x2="22" y2="2" '
         'stroke="{}" stroke-width="3.5" stroke-dasharray="{}"/></svg>'
-    ).format(pen.colour, pen.dashes)
+    ).format(line_style.colour, line_style.dashes)
 
 
 def _tick_html(axis: str, percent: float, text: str) -> Markup:
@@ -298,7 +302,8 @@ def _tick_html(axis: str, percent: float, text: str) -> Markup:
 
 
 def _reference_label(height: float, name: str) -> Markup:
-    """Return the label of a horizontal line, below the line near the top; `height` is from 0 to 1."""
+    """Return the label of a horizontal reference line as HTML. `height` is the height of the line in the
+    plot, from 0 to 1. Near the top of the plot, the label is below the line."""
     below = " below" if height > 0.9 else ""
     return Markup('<span class="level-name{}" style="top: {:.2f}%">{}</span>').format(
         below, 100 - 100 * height, name
@@ -312,7 +317,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
         else (_x_coordinate(figure.x.position(point.x)), _y_coordinate(figure.y.position(point.y)))
         for point in series.points
     ]
-    attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.pen.colour)
+    attributes = Markup('data-name="{}" stroke="{}"').format(series.name, series.line_style.colour)
     if series.group:
         attributes += Markup(' data-group="{}"').format(series.group)
     if series.opacity < 1:
@@ -326,13 +331,17 @@ def _series_html(figure: Figure, series: Series) -> Markup:
     known = [place for place in places if place is not None]
     drawn = Markup("")
     if series.line and len(known) > 1:
-        dash = f' stroke-dasharray="{DASHES[series.pen.dash_style]}"' if DASHES[series.pen.dash_style] else ""
+        dash = (
+            f' stroke-dasharray="{DASHES[series.line_style.dash_style]}"'
+            if DASHES[series.line_style.dash_style]
+            else ""
+        )
         drawn += Markup('<path class="curve" d="{}" {} stroke-width="{:g}"{}/>').format(
             _svg_path(places), attributes, series.width, Markup(dash)
         )
         # The pointer finds the line: its dots need no attributes of their own.
         attributes += Markup(" data-silent")
-    if series.dots or len(known) == 1 or not series.line:
+    if series.has_dots or len(known) == 1 or not series.line:
         dots = "".join(f"M{x} {y}h0" for x, y in known)
         drawn += Markup('<path class="dots" d="{}" {} stroke-width="{:g}"/>').format(
             dots, attributes, series.width + 4
@@ -341,7 +350,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
 
 
 def _svg_path(points: Sequence[tuple[str, str] | None]) -> str:
-    """Return the commands of an SVG path through the points. A gap begins a new line."""
+    """Return the commands of an SVG path through the points. The path is interrupted at gaps."""
     text, pen_down = [], False
     for place in points:
         if place is not None:
@@ -355,7 +364,8 @@ def _x_coordinate(position: float) -> str:
 
 
 def _y_coordinate(position: float) -> str:
-    """Return the vertical coordinate, 0 at the top, with two decimals, so that values keep four digits."""
+    """Format the vertical SVG coordinate of a position. It is 0 at the top and has two decimals, so that
+    values keep four digits."""
     return f"{UNITS * (1 - position):.2f}".rstrip("0").rstrip(".")
 
 

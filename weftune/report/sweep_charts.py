@@ -1,5 +1,5 @@
-"""Charts of a sweep: parallel coordinates of its trials, with the swept values and the results at the rungs,
-and the metric against each key."""
+"""Charts of a sweep: the trials in parallel coordinates, with the swept values and the metric at each rung,
+and a chart of the metric for each swept key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weftune.report.charts import DROPPED_COLOUR, Chart
 from weftune.report.svg import (
     Axis,
     Figure,
+    LineStyle,
     Parallel,
-    Pen,
     Point,
     ReferenceLine,
     Series,
@@ -39,23 +39,24 @@ _MAX_KEYS = 6
 """Maximum number of swept keys that are drawn. The keys with the most values are chosen."""
 _MAX_TICKS = 6
 _TICKS_APART = 0.15
-"""Minimum distance between two ticks, as a share of the axis."""
+"""Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Ratio of the largest to the smallest value below which an axis is linear."""
+"""Axes are linear if the ratio of the largest to the smallest value is below this number."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
-"""Maximum distance of a value from the best value, as a multiple of the median's distance from it. Values
-beyond are outliers, drawn at the end of the axis."""
+"""Maximum distance of a metric from the best value, as a multiple of the median's distance from it. Values
+with a larger distance are outliers, which are drawn at the end of the axis."""
 _FEWEST = 6
-"""Minimum number of values from which outliers are determined."""
+"""Minimum number of values of a metric for which outliers are determined."""
 
-Pens = Mapping[str, Pen]
+LineStyles = Mapping[str, LineStyle]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAxis:
-    """One axis of parallel coordinates: each trial's position, from 0 to 1, and the labels of the ticks."""
+    """An axis of parallel coordinates, with the position of each trial, from 0 to 1, and the labels of the
+    ticks."""
 
     name: str
     positions: Mapping[str, float]
@@ -63,20 +64,23 @@ class TrialAxis:
     ticks: tuple[tuple[float, str], ...]
 
 
-def sweep_charts(record: SweepRecord, pens: Pens, base_loss: float | None = None) -> tuple[Chart, ...]:
-    """Return the parallel coordinates of all trials, and a chart per key; empty if nothing is measured yet.
-    `pens` are the trials' pens in the curves; trials without a pen are grey. `base_loss` is drawn as a dashed
-    line."""
+def sweep_charts(
+    record: SweepRecord, line_styles: LineStyles, base_loss: float | None = None
+) -> tuple[Chart, ...]:
+    """Return a chart of all trials in parallel coordinates, and a chart for each swept key. Return an empty
+    tuple if nothing is measured yet. `line_styles` maps trials to the colours and dashes of their curves; all
+    other trials are grey. `base_loss` is drawn as a dashed line."""
     keys = _drawn_keys(record)
     measured = [trial for trial in record.trials if trial.score is not None]
     if not measured or not keys:
         return ()
     base = base_loss if record.metric == "eval_loss" else None
-    return _parallel_chart(record, keys, pens), *(_key_chart(record, key, base) for key in keys)
+    return _parallel_chart(record, keys, line_styles), *(_key_chart(record, key, base) for key in keys)
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
-    """Return the keys with the most values; of keys that vary together, such as rank and alpha, the first."""
+    """Return the swept keys with the most values. Of keys that vary together, such as rank and alpha, only
+    the first is returned."""
     values = {
         key: [repr(flat_trial_values(trial).get(key)) for trial in record.trials]
         for key in swept_keys(record)
@@ -87,8 +91,8 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
-    """Return whether the values of each key determine the values of the other key, although several trials
-    share a value."""
+    """Return whether each of two keys determines the other one, and at least two trials have the same
+    value."""
     names = list(values)
     pairs = set(zip(values[first_key], values[second_key], strict=True))
     kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
@@ -102,36 +106,36 @@ def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, sec
 # -- parallel coordinates -------------------------------------------------------------------------------
 
 
-def _parallel_chart(record: SweepRecord, keys: Sequence[str], pens: Pens) -> Chart:
+def _parallel_chart(record: SweepRecord, keys: Sequence[str], line_styles: LineStyles) -> Chart:
     names = shorten_keys(keys)
     axes = [_key_axis(record, key, names[key]) for key in keys]
     axes += [_metric_axis(record, rung) for rung in range(_rung_count(record))]
     # The best trial comes last, so that it is drawn over the others.
-    series = [_trial_series(trial, axes, pens) for trial in reversed(rank_trials(record))]
+    series = [_trial_series(trial, axes, line_styles) for trial in reversed(rank_trials(record))]
     ends = " It ends at the rung where the trial was dropped." if len(record.rungs) > 1 else ""
     failed = " Dotted: failed." if any(trial.state == "failed" for trial in record.trials) else ""
     better = "Lower is better." if record.mode == "min" else "Higher is better."
     return Chart(
         name=f"sweep-{record.name}",
         title="Values and results",
-        words=f"A line is a trial.{ends}{failed} {better}",
+        caption=f"A line is a trial.{ends}{failed} {better}",
         figure=Parallel(
             [Axis(label=axis.name, min_value=0, max_value=1, ticks=axis.ticks) for axis in axes], series
         ),
     )
 
 
-def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], pens: Pens) -> Series:
+def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: LineStyles) -> Series:
     points = [(at, axis) for at, axis in enumerate(axes) if trial.name in axis.positions]
-    pen = pens.get(trial.name) if trial.state != "failed" else Pen("#dc4646", "dot")
-    bold = pen is not None and trial.state != "failed"
+    line_style = line_styles.get(trial.name) if trial.state != "failed" else LineStyle("#dc4646", "dot")
+    bold = line_style is not None and trial.state != "failed"
     return Series(
         name=trial.name,
         points=[Point(at, axis.positions[trial.name]) for at, axis in points],
-        pen=pen or Pen(DROPPED_COLOUR),
+        line_style=line_style or LineStyle(DROPPED_COLOUR),
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
-        dots=True,
+        has_dots=True,
         tooltips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
     )
 
@@ -162,7 +166,8 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
 
 
 def _inlier_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
-    """Return the range from best to worst value without outliers, which would compress the other values."""
+    """Return the range of a metric from its best to its worst value without outliers, which would compress
+    the other values."""
     ordered = sorted(values, key=lambda value: sort_value(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
@@ -176,8 +181,8 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float | None:
-    """Return a trial's metric at a rung (a comparison of trials, counted from 0), or None if it was not
-    measured. At the last step, only finished trials have a value."""
+    """Return a trial's metric at a rung, counted from 0, or None if it was not measured. At the last step,
+    only finished trials have a value."""
     if is_last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -205,27 +210,27 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
         legend=len(series) > 1,
         height=200,
     )
-    return Chart(name=f"sweep-{record.name}-{key}", title=key, words="", figure=figure)
+    return Chart(name=f"sweep-{record.name}-{key}", title=key, caption="", figure=figure)
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Return a mapping from the name of each trial that was measured at a rung (a comparison of trials,
-    counted from 0) to its metric there."""
+    """Map the name of each trial that was evaluated at a rung, counted from 0, to its metric there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
-    """Return the range of the metric over the first `count` rungs (comparisons of trials). The outliers of
-    each rung are left out."""
+    """Return the range of a sweep's metric over the first `count` rungs, without the outliers of each
+    rung."""
     measured = (list(_rung_values(record, rung).values()) for rung in range(count))
     spans = [_inlier_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
 def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: bool) -> Axis:
-    """Return an axis; it is logarithmic if the best results could not be distinguished on a linear one."""
+    """Return an axis for a sweep's metric. It is logarithmic if the best results could not be distinguished
+    on a linear one."""
     low, high = span
     if not allows_log_scale or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -235,8 +240,8 @@ def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: boo
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the points of the trials that were measured at a rung. Values outside the range of the axis are
-    drawn at its end."""
+    """Return the metrics at a rung against the values of a key, as points of a chart. Metrics outside the
+    range of the axis are drawn at its end."""
     is_last = rung == count - 1
     found = [
         (trial, flat_trial_values(trial).get(key), value)
@@ -248,7 +253,7 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
     return Series(
         name=f"step {record.rungs[rung]}" if record.rungs else "end",
         points=[Point(scale.position(value), score) for _, value, score in found],
-        pen=Pen(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
+        line_style=LineStyle(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
         width=3.0 + 2 * is_last,
         line=False,
         tooltips=[
@@ -262,10 +267,10 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The mapping of a key's values to positions between its smallest and its largest value."""
+    """Mapping of the values of a swept key to positions on an axis, from 0 to 1."""
 
     values: tuple[Any, ...]
-    """Distinct values of the key. Numbers are sorted; other values keep their order."""
+    """Distinct values of a swept key. Numbers are sorted, and other values keep their order."""
     is_numeric: bool
     log: bool
     ticks: tuple[Any, ...]
@@ -286,7 +291,7 @@ def _key_scale(values: Sequence[Any]) -> Scale:
     if not all(_is_number(value) for value in distinct):
         return Scale(tuple(distinct), is_numeric=False, log=False, ticks=tuple(distinct))
     ordered = tuple(sorted(distinct))
-    log = _is_log(ordered)
+    log = _is_log_spaced(ordered)
     between = ordered if len(ordered) <= _MAX_TICKS else _round_numbers(ordered[0], ordered[-1], log)
     return Scale(
         ordered, is_numeric=True, log=log, ticks=_spaced_ticks(ordered[0], ordered[-1], between, log)
@@ -297,7 +302,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_log(sorted_values: Sequence[float]) -> bool:
+def _is_log_spaced(sorted_values: Sequence[float]) -> bool:
     """Return whether the values are spaced more evenly on a logarithmic scale than on a linear one."""
     low, high = sorted_values[0], sorted_values[-1]
     if low <= 0 or high < _LEAST_RATIO * low:
@@ -310,8 +315,8 @@ def _is_log(sorted_values: Sequence[float]) -> bool:
 def _spaced_ticks(
     min_value: float, max_value: float, candidates: Iterable[float], log: bool
 ) -> tuple[float, ...]:
-    """Return ticks: both ends of the range, and the `candidates` that are not too close to the ends or to
-    each other."""
+    """Return the ticks of an axis: both ends of its range, and those `candidates` that are not too close to
+    the ends or to each other."""
     along = math.log if log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]

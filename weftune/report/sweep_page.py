@@ -1,4 +1,5 @@
-"""The section of the report about a sweep, as records of formatted text that is not escaped yet."""
+"""The section of the report about a sweep, as dataclasses with formatted strings that are not HTML-escaped
+yet."""
 
 from __future__ import annotations
 
@@ -14,30 +15,30 @@ from weftune.jobs.sweeps.record import (
     best_folder,
     counts,
     flat_trial_values,
-    leaders,
+    leading_trials,
     metric_title,
     rank_trials,
     rung_rows,
     setting_text,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
 )
 from weftune.report.charts import Chart
 from weftune.report.compare import base_validation, has_enough_rows
 from weftune.report.read import Run
 from weftune.report.snippets import base_spec, generate_command, load_snippet
-from weftune.report.svg import Pen
+from weftune.report.svg import LineStyle
 from weftune.report.sweep_charts import sweep_charts
 from weftune.report.template import Tile
 from weftune.report.words import (
     NO_VALUE,
     count_noun,
     duration_text,
-    link_to,
     loss_text,
     printable_line,
+    relative_link,
     trial_state_text,
 )
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from weftune.report.page import JobView
 
 _OPEN_TRIALS = 10
-"""Number of trials that stay visible if there are more than `_FEW_TRIALS` trials. The others are
+"""Number of trials of a sweep that stay visible if there are more than `_FEW_TRIALS` trials. The others are
 collapsed."""
 _FEW_TRIALS = 14
 SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
@@ -53,13 +54,13 @@ SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialView:
-    """A row of the table of trials."""
+    """A row of the table of a sweep's trials."""
 
     rank: str
     name: str
-    pen: Pen | None
+    line_style: LineStyle | None
     index: int | None
-    """Index of the trial's commands at the end of the page. None if it has no commands."""
+    """Index of the trial's commands at the end of the page. None if the trial has no commands there."""
     badge: str
     values: tuple[str, ...]
     score: str
@@ -77,29 +78,31 @@ class SweepView:
     metric: str
     keys: tuple[str, ...]
     trials: list[TrialView]
-    """The best trials, which are not collapsed."""
+    """Rows of the best trials, which are visible when the page is opened."""
     other_trials: list[TrialView]
     rungs: list[tuple[str, ...]]
-    """Rows of the table of rungs (steps at which trials are compared): the step, how many trials began, the
-    percentage and number that continue, and the scores nearest to the cut."""
+    """Rows of the table of rungs: the step, how many trials began, the percentage and number of trials that
+    continue, the worst score that continues and the best one that does not."""
     charts: tuple[Chart, ...]
-    """Parallel coordinates of all trials, and the metric against each key; empty if nothing is measured."""
+    """Charts of the sweep: all trials in parallel coordinates, and the metric for each swept key. Empty if
+    nothing is measured."""
     winners: list[tuple[str, str, str]]
     """Link relative to the page, folder and score of each winner."""
     snippet: str
-    """Python code that loads the best adapter. Empty until the sweep has ended, as is `command`."""
+    """Python code that loads the best adapter. Empty until the sweep has ended."""
     command: str
 
 
 def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> SweepView:
-    """Return the view of a sweep; `views` maps names to the views of all jobs."""
+    """Return the section of the report about a sweep. `views` maps the names of jobs to their formatted
+    rows."""
     output, keys, best = run.output.resolve(), swept_keys(record), winners(record)
     trials = [
         _trial_view(record, trial, rank, views.get(trial.name), keys)
         for rank, trial in enumerate(rank_trials(record), start=1)
     ]
     shown = len(trials) if len(trials) <= _FEW_TRIALS else _OPEN_TRIALS
-    pens = {name: view.pen for name, view in views.items() if view.has_curves}
+    line_styles = {name: view.line_style for name, view in views.items() if view.has_curves}
     jobs = [views[trial.name].job for trial in record.trials if trial.name in views]
     base_losses = [loss for job in jobs if (loss := base_validation(job))]
     folders = [best_folder(output / record.name, trial.name) for trial in best]
@@ -115,7 +118,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
         trials=trials[:shown],
         other_trials=trials[shown:],
         rungs=[_rung_texts(row, show_generation=several) for row in rung_rows(record)],
-        charts=sweep_charts(record, pens, base_losses[0] if base_losses else None),
+        charts=sweep_charts(record, line_styles, base_losses[0] if base_losses else None),
         winners=[
             (*_folder_texts(output, folder), loss_text(trial.score))
             for folder, trial in zip(folders, best, strict=True)
@@ -142,7 +145,7 @@ def _sweep_facts(record: SweepRecord) -> str:
 
 
 def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
-    best, ended = leaders(record, 1), counts(record)
+    best, ended = leading_trials(record, 1), counts(record)
     others = ", ".join(
         f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"
     )
@@ -154,7 +157,7 @@ def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
         ),
         Tile("trials to the end", f"{ended.get('finished', 0)} of {record.count}", others),
     ]
-    share = trained_share(record)
+    share = trained_fraction(record)
     if share is not None:
         detail = f"{record.samples.trained:,} of the {record.samples.all:,} that all trials would take"
         tiles.append(Tile("samples trained", f"{100 * share:.0f} %", detail))
@@ -185,7 +188,7 @@ def _trial_view(
     return TrialView(
         rank=f"{rank}" if trial.score is not None and trial.state != "failed" else NO_VALUE,
         name=trial.name,
-        pen=view.pen if view is not None and view.has_curves else None,
+        line_style=view.line_style if view is not None and view.has_curves else None,
         index=view.index if view is not None and view.has_instructions else None,
         badge=badge,
         values=tuple(setting_text(values[key]) if key in values else NO_VALUE for key in keys),
@@ -207,8 +210,8 @@ def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
     parts = []
     if row.worst_kept_score is not None:
         parts.append(f"the last to continue had {loss_text(row.worst_kept_score)}")
-    if row.best_dropped is not None:
-        parts.append(f"the first dropped {loss_text(row.best_dropped)}")
+    if row.best_dropped_score is not None:
+        parts.append(f"the first dropped {loss_text(row.best_dropped_score)}")
     if row.lost_count:
         parts.append(f"{row.lost_count} failed or were dropped before")
     share = round(100 * row.kept_count / max(1, row.started_count))
@@ -217,4 +220,4 @@ def _rung_texts(row: RungRow, *, show_generation: bool) -> tuple[str, ...]:
 
 def _folder_texts(output: Path, folder: Path) -> tuple[str, str]:
     inside = folder.relative_to(output)
-    return link_to(*inside.parts, ""), printable_line(f"{output.name}/{inside}")
+    return relative_link(*inside.parts, ""), printable_line(f"{output.name}/{inside}")

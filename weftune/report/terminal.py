@@ -25,7 +25,7 @@ from weftune.jobs.sweeps.record import (
     SweepRecord,
     counts,
     expected_steps_left,
-    leaders,
+    leading_trials,
     rung_rows,
     rung_sentence,
 )
@@ -49,26 +49,27 @@ STATE_STYLES = {
     "cancelled": "yellow",
 }
 TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finished": "green"}
-"""Styles of the states that only trials of a sweep have."""
+"""Styles in which the terminal shows the states that only trials of a sweep have."""
 
 _REMEMBERED_SECONDS = 60.0
-"""Seconds over which speeds are measured: long enough to span windows, short enough to follow changes."""
+"""Seconds over which speeds are averaged: long enough to span windows, short enough to follow changes."""
 _MIN_INTERVAL_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
-"""Maximum share of the time that is spent on drawing: a frame with many rows takes long to draw."""
+"""Maximum fraction of the time that is spent on drawing the live view, since a frame with many rows takes
+long to draw."""
 _MANY = 64
-"""Maximum number of jobs for which output without a terminal has lines about single jobs. With more, such
-lines would fill a log and slow down training, so lines are about all jobs together."""
+"""Maximum number of jobs for which lines about single jobs are printed if there is no terminal. With more
+jobs, such lines would slow down training, so lines are printed about all jobs together."""
 _TOGETHER_SECONDS = 10.0
-"""Seconds between two lines about all jobs."""
+"""Seconds between two printed lines about all jobs together."""
 _STOPPED = ("failed", "paused", "cancelled")
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
-"""Number of lines of the live view that are not rows of jobs."""
+"""Number of lines of the live view in addition to the rows of jobs."""
 _LEADERS = 3
 _SWEEP_LINES = 3
-"""Maximum number of lines shown for each sweep."""
+"""Maximum number of lines that the live view shows for each sweep."""
 
 
 class Pace:
@@ -76,9 +77,9 @@ class Pace:
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int, int]] = deque()
-        """Time, total steps and total tokens at the end of each burst of reports."""
+        """Time in seconds, total steps and total tokens at the end of each burst of progress reports."""
         self._burst = float("-inf")
-        """Start time of the burst of reports that ends with the last entry of `_moments`."""
+        """Start time, in seconds, of the latest burst of progress reports."""
 
     def add(self, current_time: float, step: int, tokens: int) -> None:
         # Jobs report in bursts, which say nothing about speed: only the end of each is kept.
@@ -124,9 +125,10 @@ class LiveView:
         self._overall = Pace()
         self._steps = sum(row.step for row in jobs)
         self._tokens = sum(row.trained_tokens for row in jobs)
-        """Running totals of the steps and tokens of all jobs, since thousands of jobs may report."""
+        """Running totals of the steps and tokens of all jobs. They are not summed anew, since there may be
+        thousands of jobs."""
         self._lock = RLock()
-        """Lock of the rows: the trainer changes them while rich's thread draws them."""
+        """Lock of the rows of jobs, which the trainer changes while rich's thread draws them."""
         self._live = (
             Live(console=console, get_renderable=self._view_content, refresh_per_second=1)
             if _supports_redraw(console)
@@ -150,7 +152,7 @@ class LiveView:
             self._live.stop()
 
     def update(self, row: JobRecord) -> None:
-        """Show the new progress of a job; a job that is not in the table yet is added."""
+        """Show the new progress of a job. A job that is not in the table yet is added."""
         with self._lock:
             # Progress from before the job joined does not count as speed.
             before = self._rows.get(row.name) or JobRecord(
@@ -181,7 +183,8 @@ class LiveView:
             self._draw_frame()
 
     def _print_change(self, previous_row: JobRecord, row: JobRecord, pace: Pace) -> None:
-        """Print a line about an important change of the job; with many jobs, print totals at intervals."""
+        """Print a line about an important change of a job. With many jobs, print totals at intervals
+        instead."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
             if _is_notable_change(previous_row, row):
                 self.note(_progress_line(row, pace))
@@ -205,10 +208,12 @@ class LiveView:
         self._next_draw = drawn + max(_REDRAW_SECONDS, (drawn - began) / _DRAW_SHARE)
 
     def _view_content(self) -> Group:
-        """Return the renderable that the live view shows now: the table of jobs with the lines around it."""
+        """Return the current content of the live view: the table of jobs with the lines around it."""
         with self._lock:
             rows = [self._use_trial_state(row) for row in self._rows.values()]
-            leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
+            leading = {
+                trial.name for record in self._sweeps.values() for trial in leading_trials(record, _LEADERS)
+            }
             room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
             shown = _select_rows(rows, room, self._trials.keys(), leading)
             table = [_live_table(shown, self._paces)] if shown or not self._sweeps else []
@@ -225,7 +230,8 @@ class LiveView:
             return Group(*lines, *table, *more, *_reason_lines([*others, *failed]), self._overall_line(rows))
 
     def _mark_running_trials(self, record: SweepRecord) -> SweepRecord:
-        """Return the record with trials marked as running that were admitted after it was written."""
+        """Return the state of a sweep, where trials that were admitted after it was written are marked as
+        running."""
         trials = tuple(
             replace(trial, state="running")
             if trial.state == "waiting"
@@ -237,7 +243,8 @@ class LiveView:
         return replace(record, trials=trials)
 
     def _use_trial_state(self, row: JobRecord) -> JobRecord:
-        """Return the row with the trial's state in its sweep, if that says more than the job's state."""
+        """Return the row of a trial with its state in the sweep, if that is more specific than the state of
+        the job."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=cast("State", state))
@@ -264,7 +271,8 @@ class LiveView:
 
 
 def _supports_redraw(console: Console) -> bool:
-    """Return whether a live view works: in a terminal, or in a notebook with the widgets that rich needs."""
+    """Return whether a live view can be shown, as in a terminal, or in a notebook with the widgets that rich
+    needs."""
     if console.is_jupyter:
         return find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal
@@ -320,10 +328,10 @@ def _state_style(state: str) -> str:
 
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
-    """Return lines about the trials' states, about the rungs, and about the leading trials of a sweep."""
+    """Return lines about a sweep: the states of its trials, its rungs, and its leading trials."""
     seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
-    first = leaders(record, _LEADERS)
+    first = leading_trials(record, _LEADERS)
     leading = "  ".join(
         f"{place}. {trial.name} {loss_text(trial.score)}" for place, trial in enumerate(first, start=1)
     )
@@ -332,8 +340,8 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
 
 
 def _reason_lines(rows: Sequence[JobRecord]) -> list[Text]:
-    """Return a line for each job that failed, stopped or waits. Jobs that need the user's action come
-    first."""
+    """Return a line with the reason for each job that failed, stopped or waits. Jobs that need the user's
+    action come first."""
     stopped = ("failed", "paused")
     told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
@@ -343,7 +351,8 @@ def _reason_lines(rows: Sequence[JobRecord]) -> list[Text]:
 
 
 def _is_notable_change(previous_row: JobRecord, row: JobRecord) -> bool:
-    """Return whether the state or the validation loss changed, or another tenth of the run is done."""
+    """Return whether the state or the validation loss of a job changed, or another tenth of its steps is
+    done."""
     tenths = 10 * row.step // max(row.steps, 1), 10 * previous_row.step // max(row.steps, 1)
     return row.state != previous_row.state or row.eval_loss != previous_row.eval_loss or tenths[0] > tenths[1]
 
@@ -363,7 +372,7 @@ def _progress_line(row: JobRecord, pace: Pace) -> str:
 
 
 class _SafeOutput:
-    """A wrapper that passes all output to a stream; after a failed write, output is discarded."""
+    """A wrapper of an output stream that discards all further output after a write has failed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -385,7 +394,7 @@ class _SafeOutput:
         return getattr(self._stream, name)
 
     def _discard_output(self, error: Exception) -> None:
-        """Redirect later writes to the null device, including the interpreter's own flush at exit."""
+        """Redirect later output to the null device, including the interpreter's own flush at exit."""
         if isinstance(error, UnicodeError):
             raise error
         with suppress(OSError, ValueError):
@@ -398,6 +407,6 @@ class _SafeOutput:
 
 
 def safe_output() -> IO[str]:
-    """Return a standard output whose errors do not end a run. The first error is reported; later output is
-    discarded."""
+    """Return a wrapper of the standard output whose errors do not end a run. The first error is reported, and
+    later output is discarded."""
     return cast("IO[str]", _SafeOutput(sys.stdout))

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 NO_VALUE = "–"
-"""Placeholder for a missing number."""
+"""Text that is shown in place of a missing number."""
 
 
 def loss_text(loss: float | None, digits: int = 4) -> str:
@@ -29,9 +29,9 @@ def accuracy_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def points_text(old_share: float, new_share: float) -> str:
-    """Format the change of a share in percentage points."""
-    return f"{100 * (new_share - old_share):+.1f} points".replace("-", "−")
+def points_text(old_fraction: float, new_fraction: float) -> str:
+    """Format the change of a fraction in percentage points."""
+    return f"{100 * (new_fraction - old_fraction):+.1f} points".replace("-", "−")
 
 
 def duration_text(seconds: float | None) -> str:
@@ -59,19 +59,20 @@ def rate_text(tokens_per_second: float | None) -> str:
     return NO_VALUE if tokens_per_second is None else f"{tokens_per_second:,.0f}"
 
 
-def link_to(*parts: str) -> str:
-    """Return a relative link to a file or folder below the page; quoted names cannot lead outside it."""
+def relative_link(*parts: str) -> str:
+    """Return a relative link to a file or folder below the page's folder. Names are quoted, so that they
+    cannot lead outside the folder."""
     return "/".join((".", *(quote(part, safe="") for part in parts)))
 
 
 def printable_line(text: str) -> str:
-    """Return one line without control characters: names and reasons are user input."""
+    """Return a text as one line without control characters, since names and reasons are user input."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def trial_state_text(state: str) -> str:
-    """Return the word for a trial's state. The state `left` is shown as `dropped`, since `left` could be read
-    as remaining time."""
+    """Return the word with which a trial's state is shown. The state `left` is shown as `dropped`, since
+    `left` could be read as remaining time."""
     return "dropped" if state == "left" else state
 
 
@@ -80,8 +81,7 @@ def count_noun(count: int, singular: str) -> str:
 
 
 def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
-    """Return a mapping from each path to the shortest sequence of its last parts that distinguishes it from
-    the other paths."""
+    """Map each path to the shortest sequence of its last parts that distinguishes it from the other paths."""
     parts = {path: PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tails = {path: "/".join(some[-count:]) for path, some in parts.items()}
@@ -91,6 +91,6 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 
 
 def split_breakable(text: str) -> tuple[str, ...]:
-    """Split a text into pieces between which a line may break: after slashes, underscores and hyphens of
-    paths and names; a list of names breaks at its spaces only."""
+    """Split a text into pieces between which a line may break. A path or name may break after slashes,
+    underscores and hyphens, and a list of names at its spaces only."""
     return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))

@@ -98,7 +98,7 @@ class ServiceJobStore:
         self.settings, self._training, self._end_process = settings, training, end_process
         self.output = settings.jobs.absolute()
         self.records = settings.store.absolute()
-        self.rebuilt = ""
+        self.rebuild_note = ""
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}

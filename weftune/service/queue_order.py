@@ -40,7 +40,7 @@ def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) ->
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
             job.shape.name: {
-                "submitted": job.submitted,
+                "submitted": job.submission_number,
                 "batch_tokens": job.shape.batch_tokens,
                 "queued_seconds": round(job.queued_seconds),
                 "remaining_seconds": round(job.remaining_seconds),
@@ -95,7 +95,7 @@ def _queued_job(
         shape=_job_shape(row.id, row.priority, facts["batch_tokens"]),
         is_attached=is_attached,
         tenant=row.tenant,
-        submitted=facts["submitted"],
+        submission_number=facts["submitted"],
         queued_seconds=facts["queued_seconds"] + waited,
         deadline=facts["deadline"],
         remaining_seconds=facts["remaining_seconds"],
@@ -111,7 +111,7 @@ def new_job(requests: RequestStore, submission: Submission, position: int = 0) -
     return QueuedJob(
         shape=_job_shape(submission.id, int(submission.job.get("priority", 0)), tokens),
         tenant=submission.tenant,
-        submitted=2**62 + position,
+        submission_number=2**62 + position,
         deadline=submission.deadline,
     )
 

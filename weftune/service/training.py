@@ -351,7 +351,7 @@ class TrainingService:
                 shape=shape,
                 is_attached=is_attached,
                 tenant=notes[shape.name].submission.tenant,
-                submitted=notes[shape.name].submission.number,
+                submission_number=notes[shape.name].submission.number,
                 queued_seconds=notes[shape.name].waited_seconds(now),
                 deadline=notes[shape.name].submission.deadline,
                 remaining_seconds=self._remaining_seconds(shape.name, now),

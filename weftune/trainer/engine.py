@@ -15,7 +15,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import LayoutChoice, choose_layout
 from weftune.plan.program.program import Program
@@ -120,7 +120,7 @@ def open_engine(
     else:
         loaded = base if isinstance(base, Base) else load_base(base, device)
         executor = resident_executor(loaded, part=choice.layout.for_worker(0), captures_early=False)
-    known = choice.cost_model or arithmetic(executor.base.shape)
+    known = choice.cost_model or uncalibrated_cost_model(executor.base.shape)
     return _add_notes(Engine(executor, choice, known, deterministic=options.deterministic))
 
 
@@ -148,7 +148,7 @@ def _workers_engine(
         driver,
         choice,
         # Not the shape of this worker: the layers of its stages may not be consecutive.
-        arithmetic(choice.memory.shape if choice.is_streamed else driver.base.shape),
+        uncalibrated_cost_model(choice.memory.shape if choice.is_streamed else driver.base.shape),
         # There is one trace in an output: of several shares, that of the first.
         timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: choice.pacing(
@@ -203,6 +203,6 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
                 "to capture them."
             )
     if seconds:
-        share = f"{waited / seconds:.0%} of the time, {choice.waiting_share:.0%} were predicted"
+        share = f"{waited / seconds:.0%} of the time, {choice.waiting_fraction:.0%} were predicted"
         notes.insert(0, f"Streamed: {copied_bytes / 2**30:.1f} GiB came from the {source} in {share}.")
     return notes

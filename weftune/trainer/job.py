@@ -131,14 +131,14 @@ def prepare_job(
     try:
         get_kind(spec.adapter.kind).check_start(spec.adapter, shape.sites)
     except AdapterError as error:
-        raise AdapterError(Mistake("adapter.init_from", str(error)).of_job(spec.name)) from None
+        raise AdapterError(Mistake("adapter.init_from", str(error)).with_job_name(spec.name)) from None
     try:
         prepared = shared_data.prepare(
             truncate_data(spec, shape.context), spec.eval, row_kind=spec.objective.row_kind
         )
         prompts = read_held_out(spec, prepared, shared_data.encoder, shape.context)
     except UserError as error:
-        raise DataError(mistake.of_job(spec.name) for mistake in error.mistakes) from None
+        raise DataError(mistake.with_job_name(spec.name) for mistake in error.mistakes) from None
     prepared = adapt_to_objective(spec, prepared, shape.context)
     data = prepared.add_prefix(spec.adapter.rows_before, spec.adapter.keys_before)
     planned = curriculum(spec, data, max_steps)
@@ -175,7 +175,7 @@ def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int
     tokens = tuple(map(int, tokenizer(text)["input_ids"]))
     if not tokens or max(tokens) >= shape.vocabulary:
         sentence = "the tokenizer makes no tokens of it that the base has; write another text"
-        raise AdapterError(Mistake("adapter.init_text", sentence).of_job(spec.name))
+        raise AdapterError(Mistake("adapter.init_text", sentence).with_job_name(spec.name))
     return tokens
 
 

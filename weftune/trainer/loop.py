@@ -28,7 +28,7 @@ from weftune.jobs.store.store import JobStore
 from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import max_sample_tokens
 from weftune.plan.cost.time import PassTime, StateTime
-from weftune.plan.layout.split import cpu_sheet_cost
+from weftune.plan.layout.split import cpu_data_sheet_cost
 from weftune.plan.outlook.first_window import prediction_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import count_noun
@@ -129,7 +129,7 @@ class Loop:
         self._planned_cost = (
             engine.initial_cost_model
             if engine.initial_cost_model.measured
-            else cpu_sheet_cost(engine.choice.shape)
+            else cpu_data_sheet_cost(engine.choice.shape)
         )
         """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
         self._timed = TimedWindow()
@@ -254,7 +254,9 @@ class Loop:
             ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
         )
         held_names = [name for name in self.executor.attached if name in ranking.hold_reasons]
-        if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held_names):
+        if self.executor.unfinished.batches and (
+            decision.admitted_names or decision.preempted_by or held_names
+        ):
             self._drain()
             self._detach_ended()
             self._admit_jobs()
@@ -264,12 +266,12 @@ class Loop:
         for name, reason in decision.too_large.items():
             advice = self.fitted_models.memory.advice(self.waiting.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
-        self._preempted_by |= decision.preempted
-        priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
+        self._preempted_by |= decision.preempted_by
+        priorities = {name: self.jobs[name].shape.priority for name in decision.preempted_by.values()}
         self._requeue_jobs(
             {
                 name: f"preempted by {other}, priority {priorities[other]}"
-                for name, other in decision.preempted.items()
+                for name, other in decision.preempted_by.items()
             }
         )
         if self._endings:

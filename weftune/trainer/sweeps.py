@@ -151,7 +151,7 @@ class Sweeps:
         """Yield the trials that still wait for others when no job is attached, with the reason, such as a
         paused trial. Yield none if the launcher decides about trials, since it trains them again."""
         for sweep in self.sweeps:
-            for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides else ():
+            for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides_rungs else ():
                 step, other = sweep.rungs.limit(name), sweep.awaited_trial()
                 yield (
                     name,

@@ -45,7 +45,7 @@ from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.read import sweep_warnings, trial_job
 from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.running import RunningSweep, SweepInShare
-from weftune.jobs.sweeps.search import TrialSearch, later_search
+from weftune.jobs.sweeps.search import TrialSearch, later_generation_search
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_evaluation, kept_validation
 from weftune.report.effort import wall_time_sentence
@@ -250,7 +250,7 @@ class Trainer:
             raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
         own = {trial.name for trial in sweep.trials}
         others = (name for name in self.jobs if name not in own)
-        self.sweeps[sweep.name] = sweep, search or later_search(sweep, others)
+        self.sweeps[sweep.name] = sweep, search or later_generation_search(sweep, others)
         return self
 
     def cancel(self, name: str) -> None:
@@ -402,8 +402,8 @@ class Trainer:
 
     def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
-        if store.rebuilt:
-            self.view.note(store.rebuilt)
+        if store.rebuild_note:
+            self.view.note(store.rebuild_note)
         self._check_finished_jobs(store)
         for name, status in store.status.jobs.items():
             if status.state is State.SUCCEEDED:

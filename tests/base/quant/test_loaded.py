@@ -329,7 +329,7 @@ def test_a_pass_over_quantised_layers_is_priced_with_the_matrices_that_it_writes
     for quantize in (None, "int8"):
         model = tiny("llama", torch.bfloat16)
         base = base_of(model) if quantize is None else quantised_base(model, quantize)
-        layers = base_layers(base.shape, 0, separates_ends=False)
+        layers = base_layers(base.shape, 0, has_separate_ends=False)
         weights = sum(layer.weight_bytes for layer in layers if layer.kind != "embedding")
         fixed[quantize] = base_pass_time(layers, speed).fixed - weights / speed.bandwidth
     values = sum(site.weight_count for site in base.shape.sites)

@@ -118,7 +118,7 @@ def test_what_is_no_finite_number_is_refused_for_every_key(key):
 
 @pytest.mark.parametrize("key", [key for key, *_ in RANGES])
 def test_nothing_is_an_answer_only_where_the_key_may_be_left_open(key):
-    assert (faults(key, None) == []) == BOUNDS[key].none
+    assert (faults(key, None) == []) == BOUNDS[key].allows_none
 
 
 def test_a_fault_is_told_at_its_own_place():
@@ -138,7 +138,7 @@ def test_a_share_may_be_one_and_above_it_whole_steps_only():
 
 def test_nothing_is_no_answer_unless_a_bound_says_so():
     assert Bound().fault(None) == "must be a number, got nothing"
-    assert Bound(none=True).fault(None) is None
+    assert Bound(allows_none=True).fault(None) is None
 
 
 def test_what_is_no_list_or_mapping_is_not_looked_into():

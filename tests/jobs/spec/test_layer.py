@@ -19,8 +19,8 @@ from weftune.jobs.spec.layer import (
     expand_shorthands,
     find_source_location,
     is_row_data,
-    layer_from_keywords,
-    merge_layers,
+    keys_from_keywords,
+    merge_over_defaults,
     nest_source_locations,
     plain_values,
     sort_mistakes,
@@ -151,12 +151,12 @@ def test_what_is_written_out_leaves_what_was_given_as_it_was() -> None:
     ],
 )  # fmt: skip
 def test_what_a_job_says_is_laid_over_the_defaults(below: dict, above: dict, whole: dict) -> None:
-    assert merge_layers(layer("defaults", **below), layer("a", **above)).values == whole
+    assert merge_over_defaults(layer("defaults", **below), layer("a", **above)).values == whole
 
 
 def test_each_key_is_placed_where_it_was_written_and_what_was_displaced_nowhere() -> None:
     below = layer("defaults", epochs=3, betas=[1, 2], adapter={"rank": 4, "targets": ["q", "v"]})
-    found = merge_layers(below, layer("a", steps=7, betas=[5], adapter={"rank": 2}))
+    found = merge_over_defaults(below, layer("a", steps=7, betas=[5], adapter={"rank": 2}))
     assert {".".join(map(str, loc)): str(where) for loc, where in found.places.items()} == {
         "": "a",
         "steps": "a.steps",
@@ -236,9 +236,9 @@ def test_of_a_record_only_what_is_set_is_a_key() -> None:
 def test_rows_are_passed_on_untouched() -> None:
     rows = [{"text": Path("a")}]
     assert plain_values({"rows": rows})["rows"] is rows
-    found = layer_from_keywords({"name": "a", "data": rows, "early_stop": np.int64(3)})
+    found = keys_from_keywords({"name": "a", "data": rows, "early_stop": np.int64(3)})
     assert found.values["data"]["rows"] is rows
     assert found.values["early_stop"] == {"patience": 3}
     assert str(found.places["early_stop", "patience"]) == "early_stop"
     assert ("data", "rows", 0) not in found.places
-    assert layer_from_keywords({"data": Path("rows.jsonl")}).values == {"data": {"path": "rows.jsonl"}}
+    assert keys_from_keywords({"data": Path("rows.jsonl")}).values == {"data": {"path": "rows.jsonl"}}

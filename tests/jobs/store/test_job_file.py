@@ -150,9 +150,9 @@ def test_whole_jobs_come_back_from_their_folders(output: Path) -> None:
         want = dict(store.status.jobs)
     (output / "status.json").write_text("{")
     with open_store(output, resume=True) as store:
-        assert "status.json was damaged (" in store.rebuilt
-        assert "done has succeeded" in store.rebuilt
-        assert "half resumes from its last checkpoint" in store.rebuilt
+        assert "status.json was damaged (" in store.rebuild_note
+        assert "done has succeeded" in store.rebuild_note
+        assert "half resumes from its last checkpoint" in store.rebuild_note
         assert store.job("done") == want["done"]
         assert store.job("half") == want["half"]
         assert store.job("broken").state is State.QUEUED, "what failed is not known any more, so it goes on"
@@ -181,7 +181,7 @@ def test_whatever_bit_of_the_status_flips_no_job_is_lost(output: Path) -> None:
             assert jobs["half"].state is State.QUEUED
             assert jobs["broken"].state in (State.FAILED, State.QUEUED)
             assert (jobs["done"].step, jobs["half"].step) == (6, 4)
-            rebuilt += bool(store.rebuilt)
+            rebuilt += bool(store.rebuild_note)
     assert rebuilt >= 95, "the others were harmless: a space for a tab, the name of the checksum"
 
 
@@ -200,8 +200,8 @@ def test_who_failed_or_was_cancelled_is_still_told_by_a_status_that_can_be_read_
     plain["jobs"]["done"] |= {"state": "running", "step": 99}
     (output / "status.json").write_text(json.dumps(plain))
     with open_store(output, resume=True) as store:
-        assert "status.json was damaged (it does not match its checksum)" in store.rebuilt
-        assert "broken is failed" in store.rebuilt
+        assert "status.json was damaged (it does not match its checksum)" in store.rebuild_note
+        assert "broken is failed" in store.rebuild_note
         assert (store.job("broken").state, store.job("broken").reason) == (State.FAILED, "its loss is nan")
         assert (store.job("half").state, store.job("half").step) == (State.CANCELLED, 4)
         assert (store.job("done").state, store.job("done").step) == (State.SUCCEEDED, 6), "by its folder"
@@ -270,7 +270,7 @@ def test_lines_count_by_their_numbers_alone(tmp_path: Path) -> None:
 def test_a_run_of_which_no_job_had_begun_says_so(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{")
     with open_store(tmp_path, resume=True) as store:
-        assert store.rebuilt.endswith("rebuilt from the folders of the jobs: no job had begun.")
+        assert store.rebuild_note.endswith("rebuilt from the folders of the jobs: no job had begun.")
         assert store.status.seconds == 0.0
         assert store.status.jobs == {}
 

@@ -23,7 +23,7 @@ def job(
     *,
     priority: int = 0,
     attached: bool = False,
-    submitted: int = 0,
+    submission_number: int = 0,
     tokens: int = 100,
     **facts: float,
 ) -> QueuedJob:
@@ -35,7 +35,9 @@ def job(
         max_sample_tokens=1,
         batch_tokens=tokens,
     )
-    return QueuedJob(shape=shape, is_attached=attached, tenant=tenant, submitted=submitted, **facts)
+    return QueuedJob(
+        shape=shape, is_attached=attached, tenant=tenant, submission_number=submission_number, **facts
+    )
 
 
 def seats(count: int) -> Callable[[Sequence[JobShape]], str | None]:
@@ -47,7 +49,7 @@ def admitted(
 ) -> tuple[set[str], set[str]]:
     found = policy.rank(jobs, {}, now)
     decision = admit_jobs(found.waiting_jobs, found.attached_jobs, seats(room))
-    return set(decision.admitted_names), set(decision.preempted)
+    return set(decision.admitted_names), set(decision.preempted_by)
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Rounds:
 
     def submit(self, tenant: str, count: int, batches: int, tokens: int = 100) -> list[str]:
         new = [
-            job(f"{tenant}-{number}", tenant, submitted=len(self.jobs) + number, tokens=tokens)
+            job(f"{tenant}-{number}", tenant, submission_number=len(self.jobs) + number, tokens=tokens)
             for number in range(count)
         ]
         self.jobs += new
@@ -81,7 +83,7 @@ class Rounds:
                     shape=one.shape,
                     is_attached=one.shape.name in self.attached,
                     tenant=one.tenant,
-                    submitted=one.submitted,
+                    submission_number=one.submission_number,
                 )
                 for one in self.jobs
                 if self.batches[one.shape.name] > 0
@@ -90,8 +92,8 @@ class Rounds:
             found = self.policy.rank(present, usage, 0.0)
             decision = admit_jobs(found.waiting_jobs, found.attached_jobs, seats(self.room), self.overtaken)
             self.overtaken = dict(decision.overtake_counts)
-            self.attached = (self.attached - decision.preempted.keys()) | set(decision.admitted_names)
-            self.moves += len(decision.admitted_names) + len(decision.preempted)
+            self.attached = (self.attached - decision.preempted_by.keys()) | set(decision.admitted_names)
+            self.moves += len(decision.admitted_names) + len(decision.preempted_by)
             for number in decision.admitted_names:
                 self.started.setdefault(number, sum(self.tokens.values()))
             assert len(self.attached) <= self.room
@@ -109,27 +111,31 @@ def jain(values: Sequence[float]) -> float:
 
 
 def test_without_tenants_priority_comes_first_and_then_the_order_of_submission():
-    jobs = [job("late", submitted=2), job("early", submitted=1), job("urgent", priority=1, submitted=3)]
+    jobs = [
+        job("late", submission_number=2),
+        job("early", submission_number=1),
+        job("urgent", priority=1, submission_number=3),
+    ]
     for policy in (ByPriority(), FairShare()):
         assert admitted(policy, jobs, 1) == ({"urgent"}, set())
     assert admitted(ByPriority(), jobs, 2)[0] == {"urgent", "early"}
 
 
 def test_a_job_of_equal_priority_does_not_preempt_a_job_of_the_same_tenant():
-    jobs = [job("old", attached=True, submitted=2), job("new", submitted=1)]
+    jobs = [job("old", attached=True, submission_number=2), job("new", submission_number=1)]
     for policy in (ByPriority(), FairShare()):
         assert admitted(policy, jobs, 1) == (set(), set())
 
 
 def test_a_tenant_with_one_job_is_admitted_although_another_tenant_fills_all_seats():
-    jobs = [job(f"many-{number}", "many", attached=True, submitted=number) for number in range(4)]
-    found = admitted(FairShare(), [*jobs, job("one", "few", submitted=9)], 4)
+    jobs = [job(f"many-{number}", "many", attached=True, submission_number=number) for number in range(4)]
+    found = admitted(FairShare(), [*jobs, job("one", "few", submission_number=9)], 4)
     assert found == ({"one"}, {"many-3"})
 
 
 def test_tenants_of_equal_shares_do_not_preempt_each_other():
     jobs = [job(f"{tenant}{number}", tenant, attached=True) for tenant in "ab" for number in range(2)]
-    waiting = [job(f"{tenant}w", tenant, submitted=9) for tenant in "ab"]
+    waiting = [job(f"{tenant}w", tenant, submission_number=9) for tenant in "ab"]
     assert admitted(FairShare(), [*jobs, *waiting], 4) == (set(), set())
 
 
@@ -145,14 +151,17 @@ def test_a_job_that_has_waited_long_counts_as_one_of_higher_priority():
 
 
 def test_a_job_near_its_deadline_goes_first_among_equals_and_not_before():
-    jobs = [job("first", submitted=1), job("due", submitted=2, deadline=2000.0, remaining_seconds=1000.0)]
+    jobs = [
+        job("first", submission_number=1),
+        job("due", submission_number=2, deadline=2000.0, remaining_seconds=1000.0),
+    ]
     assert admitted(FairShare(), jobs, 1, now=0.0)[0] == {"first"}
     assert admitted(FairShare(), jobs, 1, now=600.0)[0] == {"due"}
     assert admitted(FairShare(), [*jobs, job("urgent", priority=1)], 1, now=600.0)[0] == {"urgent"}
 
 
 def test_quotas_hold_jobs_back_with_the_reason_waiting_or_attached():
-    jobs = [job("a1", "a", attached=True), job("a2", "a", submitted=1), job("b1", "b")]
+    jobs = [job("a1", "a", attached=True), job("a2", "a", submission_number=1), job("b1", "b")]
     found = FairShare(running_jobs=1).rank(jobs, {}, 0.0)
     assert list(found.hold_reasons) == ["a2"]
     assert "at most 1 of this account's jobs may train at a time" in found.hold_reasons["a2"]
@@ -208,7 +217,7 @@ def test_shares_follow_the_weights():
 def test_every_job_ends_and_the_scheduler_settles(submissions, room):
     rounds = Rounds(FairShare(quantum_tokens=10**9), room)
     for number, (tenant, priority, batches, tokens) in enumerate(submissions):
-        new = job(f"{tenant}{number}", tenant, priority=priority, submitted=number, tokens=tokens)
+        new = job(f"{tenant}{number}", tenant, priority=priority, submission_number=number, tokens=tokens)
         rounds.jobs.append(new)
         rounds.batches[new.shape.name] = batches
     rounds.run(1 + sum(batches for *_, batches, _ in submissions))

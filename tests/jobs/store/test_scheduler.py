@@ -47,7 +47,7 @@ def test_the_lowest_priority_aboard_gives_way_to_a_higher_one() -> None:
     attached_jobs = [shape("low", 40, 0, 0), shape("lowest", 40, -1, 1), shape("high", 20, 5, 2)]
     admission = admit_jobs([shape("urgent", 40, 9, 3)], attached_jobs, fits)
     assert admission.admitted_names == ("urgent",)
-    assert admission.preempted == {"lowest": "urgent"}
+    assert admission.preempted_by == {"lowest": "urgent"}
     assert admission.wait_reasons == {}
 
 
@@ -56,26 +56,26 @@ def test_a_job_gives_way_to_the_newcomer_whose_priority_is_nearest_above_its_own
     waiting = [shape("most", 40, 9, 1), shape("more", 40, 5, 2), shape("equal", 20, 0, 3)]
     admission = admit_jobs(waiting, attached_jobs, fits)
     assert admission.admitted_names == ("most", "more", "equal")
-    assert admission.preempted == {"low": "more"}
+    assert admission.preempted_by == {"low": "more"}
 
 
 def test_equals_never_preempt_each_other() -> None:
     attached_jobs = [shape("late", 60, 1, order=9)]
     admission = admit_jobs([shape("early", 60, 1, order=0)], attached_jobs, fits)
-    assert (admission.admitted_names, admission.preempted) == ((), {})
+    assert (admission.admitted_names, admission.preempted_by) == ((), {})
 
 
 def test_nobody_is_sent_away_where_that_makes_no_room() -> None:
     attached_jobs = [shape("equal", 60, 9, 0), shape("low", 10, 0, 1)]
     admission = admit_jobs([shape("urgent", 60, 9, 2)], attached_jobs, fits)
-    assert (admission.admitted_names, admission.preempted) == ((), {})
+    assert (admission.admitted_names, admission.preempted_by) == ((), {})
     assert admission.wait_reasons == {"urgent": "130 is over 100"}
 
 
 def test_those_aboard_stay_although_they_are_said_not_to_fit_any_more() -> None:
     attached_jobs = [shape("a", 60, 0, 0), shape("b", 60, 0, 1)]
     admission = admit_jobs([shape("small", 1, 0, 2)], attached_jobs, fits)
-    assert (admission.admitted_names, admission.preempted) == ((), {})
+    assert (admission.admitted_names, admission.preempted_by) == ((), {})
 
 
 def test_a_small_job_overtakes_a_large_one_that_does_not_fit() -> None:
@@ -196,7 +196,7 @@ def test_seats_are_given_as_one_by_one(
     admission, places = admit_jobs(jobs, present, fits, before), one_by_one(jobs, present, before)
     names = [job.name for job in present]
     assert admission.admitted_names == tuple(job.name for job in places.seated if job.name not in names)
-    assert list(admission.preempted) == [job.name for job in places.unseated if job.name in names]
+    assert list(admission.preempted_by) == [job.name for job in places.unseated if job.name in names]
     assert admission.overtake_counts == places.overtaken
 
 
@@ -209,11 +209,11 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
     answers = [*admission.admitted_names, *admission.wait_reasons, *admission.too_large]
     assert sorted(answers) == sorted(job.name for job in jobs)
     by_name = {job.name: job for job in (*jobs, *present)}
-    together = [job for job in present if job.name not in admission.preempted]
+    together = [job for job in present if job.name not in admission.preempted_by]
     together += [by_name[name] for name in admission.admitted_names]
     if fits(present) is None or admission.admitted_names:
         assert fits(together) is None
-    for name, other in admission.preempted.items():
+    for name, other in admission.preempted_by.items():
         assert by_name[other].priority > by_name[name].priority
         assert other in admission.admitted_names
         newcomers = [by_name[one] for one in admission.admitted_names]
@@ -274,12 +274,12 @@ def test_many_jobs_give_way_without_being_counted_again_for_each_of_them() -> No
     attached_jobs = [shape(f"job{n}", 1, order=n) for n in range(700)]
     urgent = [shape(f"urgent{n}", 1, 9, order=n) for n in range(700, 1000)]
     admission = admit_jobs(urgent, attached_jobs, counting)
-    assert (len(admission.admitted_names), len(admission.preempted)) == (300, 300)
-    assert list(admission.preempted) == [f"job{n}" for n in range(400, 700)]
+    assert (len(admission.admitted_names), len(admission.preempted_by)) == (300, 300)
+    assert list(admission.preempted_by) == [f"job{n}" for n in range(400, 700)]
     assert counting.looks <= 20
     counting.looks = 0
     full = admit_jobs([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], attached_jobs, counting)
-    assert (full.admitted_names, full.preempted) == ((), {})
+    assert (full.admitted_names, full.preempted_by) == ((), {})
     assert counting.looks <= 20
 
 

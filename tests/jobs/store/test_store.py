@@ -120,7 +120,7 @@ def test_in_the_place_of_a_damaged_status_its_successor_is_used_if_whole(
     (tmp_path / ".status.json.new").write_text(whole)
     with open_store(tmp_path, resume=True) as store:
         assert store.job("a") == JobStatus()
-        assert store.rebuilt == ""
+        assert store.rebuild_note == ""
 
 
 def test_a_status_of_a_later_format_is_refused_and_one_from_before_formats_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from weftune.jobs.sweeps.halving import (
     expected_saving,
     kept_trial_count,
     mean_weight_spans,
-    ordinal,
+    ordinal_text,
     rung_counts,
     rung_steps,
 )
@@ -171,7 +171,7 @@ def test_the_quota_is_rounded_up_from_the_decimal_that_was_written():
 
 
 def test_ordinals():
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == [
+    assert [ordinal_text(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == [
         "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th",
     ]  # fmt: skip
 

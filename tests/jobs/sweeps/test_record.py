@@ -18,7 +18,7 @@ from weftune.jobs.sweeps.record import (
     base_sentence,
     counts,
     expected_steps_left,
-    leaders,
+    leading_trials,
     number_text,
     proposed_trials,
     rank_trials,
@@ -27,7 +27,7 @@ from weftune.jobs.sweeps.record import (
     rung_sentence,
     shorten_keys,
     swept_keys,
-    trained_share,
+    trained_fraction,
     winners,
     write_record,
 )
@@ -148,8 +148,8 @@ def test_where_more_is_better_the_highest_comes_first() -> None:
 
 
 def test_leaders_have_neither_left_nor_failed() -> None:
-    assert leaders(sweep_record(until=0), 3) == []
-    assert [trial.state for trial in leaders(sweep_record(until=60), 5)] == ["running"] * 3
+    assert leading_trials(sweep_record(until=0), 3) == []
+    assert [trial.state for trial in leading_trials(sweep_record(until=60), 5)] == ["running"] * 3
     assert [trial.name for trial in winners(sweep_record())] == list(sweep_record().best)
 
 
@@ -158,8 +158,8 @@ def test_the_rungs_tell_who_came_who_went_on_and_where_the_cut_lies() -> None:
     assert (first.started_count, first.kept_count, first.lost_count) == (24, 8, 1)
     assert (second.started_count, second.kept_count, second.lost_count) == (8, 3, 0)
     assert first.worst_kept_score is not None
-    assert first.best_dropped is not None
-    assert first.worst_kept_score < first.best_dropped
+    assert first.best_dropped_score is not None
+    assert first.worst_kept_score < first.best_dropped_score
     assert (last.step, last.started_count, last.evaluated_count, last.is_last) == (STEPS, 3, 3, True)
     assert rung_sentence(first) == "step 20: 8 of 24 went on"
     assert rung_sentence(last) == "step 200: 3 of 3 ended"
@@ -225,7 +225,7 @@ def test_numbers_have_few_letters(number: float, text: str) -> None:
 def test_states_are_counted_and_the_share_is_of_all_trials_to_their_end() -> None:
     assert counts(sweep_record()) == {"finished": 3, "left": 20, "failed": 1}
     steps = 3 * 200 + 5 * 60 + 15 * 20 + 4
-    assert trained_share(sweep_record()) == pytest.approx(steps / (24 * 200))
+    assert trained_fraction(sweep_record()) == pytest.approx(steps / (24 * 200))
 
 
 def test_the_steps_that_are_left_reckon_with_those_who_will_leave() -> None:

@@ -194,7 +194,7 @@ def coded_truth(case: Case) -> dict[str, Tensor]:
     weight = CodedMatrix.quantise(made.weight)
     x, dy, exact = made.x.double(), made.dy.double(), made.weight.double()
     want["y"] += of_codes(made.x, weight.codes(), None, weight.scale()) - x @ exact.T
-    want["dx"] += of_codes(made.dy, weight.turned(), weight.scale(), None) - dy @ exact
+    want["dx"] += of_codes(made.dy, weight.transposed_codes(), weight.scale(), None) - dy @ exact
     return want
 
 

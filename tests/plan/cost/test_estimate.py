@@ -16,7 +16,7 @@ SPEED = data_sheet_speed(parse_cluster("1xH200").devices[0])
 
 
 def layers_take(shape: ModelShape) -> float:
-    layers = [layer for layer in base_layers(shape, 0, separates_ends=False) if layer.kind == "layer"]
+    layers = [layer for layer in base_layers(shape, 0, has_separate_ends=False) if layer.kind == "layer"]
     return base_pass_time(layers, SPEED)(TOKENS)
 
 

@@ -10,7 +10,7 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape
 from weftune.plan.cost.fitted import FittedModels, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, rows_in_flight, window_need
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import StateTime, pass_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
@@ -38,7 +38,7 @@ def memory(**changes) -> MemoryModel:
 
 
 def fitted_models(**changes) -> FittedModels:
-    return FittedModels(initial_cost=arithmetic(SHAPE), memory=memory(**changes))
+    return FittedModels(initial_cost=uncalibrated_cost_model(SHAPE), memory=memory(**changes))
 
 
 def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
@@ -82,8 +82,8 @@ def test_reserved_bytes_that_a_decoder_does_not_use_are_in_no_peak_but_in_every_
     assert idle.predict_window(one, SHAPES).peak_bytes == predicted - unused
     usual.record_outcome(one, SHAPES, outcome(one, peak=predicted))
     idle.record_outcome(one, SHAPES, outcome(one, peak=predicted - unused))
-    assert idle.fitted.fit.activations == pytest.approx(usual.fitted.fit.activations)
-    assert idle.fitted.fit.state == pytest.approx(usual.fitted.fit.state)
+    assert idle.fitted_memory.fit.activations == pytest.approx(usual.fitted_memory.fit.activations)
+    assert idle.fitted_memory.fit.state == pytest.approx(usual.fitted_memory.fit.state)
     # The decoder may use them while the jobs train that are admitted now.
     assert idle.memory.least_bytes(JOBS) == fitted_models().memory.least_bytes(JOBS) + unused
 
@@ -107,7 +107,7 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     pacing = Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), spare_microbatches=1)
     model = memory(layout=layout)
     windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
-    held = [rows_in_flight(model, one, model.key_shares(JOBS, NOTHING)) for one in windows]
+    held = [rows_in_flight(model, one, model.key_fractions(JOBS, NOTHING)) for one in windows]
     assert held[0] == [40, 40], "one microbatch is in flight"
     assert held[1][0] == 80
     assert held[2][0] == 120, "as many as stages, and a spare one"
@@ -190,10 +190,10 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
     for _ in range(2):
         run.record_outcome(one, SHAPES, outcome(one, peak=8 << 30))
         assert run.adopt_fitted_models()
-    assert run.fitted.fit.slack > 1.5 * known.slack
+    assert run.fitted_memory.fit.slack > 1.5 * known.slack
     assert run.memory.fit.slack == known.slack
-    assert run.memory.fit.activations == run.fitted.fit.activations
-    assert run.memory.fit.error == run.fitted.fit.error
+    assert run.memory.fit.activations == run.fitted_memory.fit.activations
+    assert run.memory.fit.error == run.fitted_memory.fit.error
 
 
 def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
@@ -217,7 +217,9 @@ def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_
         Peak(need, need.total_bytes(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)
     ]
     wary = fit_memory(higher)
-    assert all(peak.need.total_bytes(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher)
+    assert all(
+        peak.predicted_need.total_bytes(wary) + wary.error >= peak.measured_bytes - 1 for peak in higher
+    )
     assert fit_memory([]) == MemoryFit()
 
 
@@ -265,7 +267,7 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
     shape = ModelShape(10, 100, 50, 10**6, 2, sites, context=10**6)
     memory = MemoryModel(shape, 6 << 30, uses_fused_ops=True)
     long = [JobShape("a", 0, 0, 1000, 100_000)]
-    fitted_models = FittedModels(initial_cost=arithmetic(shape), memory=memory)
+    fitted_models = FittedModels(initial_cost=uncalibrated_cost_model(shape), memory=memory)
     before, found = memory.choose_recompute(long, 8192), []
     while fitted_models.recompute_more(long, 8192):
         found.append(fitted_models.memory.choose_recompute(long, 8192))
@@ -281,7 +283,7 @@ def test_after_a_shortage_more_is_recomputed_until_nothing_more_can_be() -> None
 def test_a_process_that_holds_most_of_the_memory_does_not_lead_to_recomputation_that_frees_nothing() -> None:
     small = [JobShape("a", 0, 0, 10, 100)]
     memory = MemoryModel(SHAPE, 40 << 30, process_bytes=38 << 30)
-    fitted_models = FittedModels(initial_cost=arithmetic(SHAPE), memory=memory)
+    fitted_models = FittedModels(initial_cost=uncalibrated_cost_model(SHAPE), memory=memory)
     assert not fitted_models.recompute_more(small, 20)
     assert memory.misfit_reason(small) is None
 
@@ -301,5 +303,5 @@ def test_a_window_with_chunks_holds_whole_keys_and_their_gradients() -> None:
     wide = 4 / SHAPE.bytes_per_value
     assert model.sum_ratio == wide
     assert rows_in_flight(model, window, [share]) == [max(12, 2 * 2 + 6 + wide * 6)]
-    (share,) = model.key_shares(JOBS, NOTHING)
+    (share,) = model.key_fractions(JOBS, NOTHING)
     assert 0 < share < 1

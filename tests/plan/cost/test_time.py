@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.costs import SHAPE, TRUTH, program, work
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import Rate, Terms, active_parameters_by_job, make_terms, pass_work, term_counts
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
@@ -57,7 +57,7 @@ def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
 
 
 def test_a_model_without_a_level_has_no_price() -> None:
-    model = arithmetic(SHAPE)
+    model = uncalibrated_cost_model(SHAPE)
     assert not model.measured
     assert model.program_seconds(program(30), {"a": shape(1)}) is None
     assert model.solo_seconds([], 64, {}) is None

@@ -11,7 +11,7 @@ from tests.cases import core_slowness
 from weftune.plan.layout.balanced import (
     EXACT,
     assign_longest_first,
-    balance,
+    balance_latencies,
     bucket_sums,
     improve_by_moves,
     variance,
@@ -41,13 +41,15 @@ def test_the_oracle_counts_as_many_partitions_as_there_are():
 def test_few_latencies_are_balanced_as_well_as_brute_force_does_it(latencies, data):
     count = data.draw(st.integers(1, len(latencies)))
     expected = min(variance(found, latencies) for found in partitions(tuple(range(len(latencies))), count))
-    assert variance(balance(latencies, count), latencies) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert variance(balance_latencies(latencies, count), latencies) == pytest.approx(
+        expected, rel=1e-9, abs=1e-9
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.0, 9.0), min_size=1, max_size=40), st.data())
 def test_every_latency_is_in_one_bucket_and_none_is_empty(latencies, data):
-    buckets = balance(latencies, data.draw(st.integers(1, len(latencies))))
+    buckets = balance_latencies(latencies, data.draw(st.integers(1, len(latencies))))
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(latencies)))
     assert all(buckets)
 
@@ -67,7 +69,7 @@ def test_the_heuristic_is_near_the_exact_answer_where_both_can_be_had():
     for _ in range(60):
         latencies = [draw.lognormvariate(0, 1) for _ in range(EXACT)]
         count = draw.randint(2, EXACT - 1)
-        exact = max(bucket_sums(balance(latencies, count), latencies))
+        exact = max(bucket_sums(balance_latencies(latencies, count), latencies))
         near = max(
             bucket_sums(improve_by_moves(assign_longest_first(latencies, count), latencies), latencies)
         )
@@ -82,7 +84,7 @@ def test_128_latencies_are_balanced_for_every_count_in_under_four_seconds():
     latencies = [draw.lognormvariate(0, 1) for _ in range(128)]
     began = time.process_time()
     for count in range(1, 129):
-        assert variance(balance(latencies, count), latencies) <= variance(
+        assert variance(balance_latencies(latencies, count), latencies) <= variance(
             assign_longest_first(latencies, count), latencies
         ) * (1 + 1e-9)
     assert time.process_time() - began < 4.0 * core_slowness()

@@ -17,7 +17,7 @@ from weftune.core.shapes import LayerRange
 from weftune.errors import PlanError
 from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel, decoder_row_bytes
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile_cost import fit_profile_memory
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import (
@@ -71,7 +71,7 @@ def test_a_base_that_fits_a_device_lies_there_whole():
         0,
         found.memory.peak_bytes(shapes(2), 8192),
     )
-    assert found.first_pace == first_pace(arithmetic(SHAPE), SHAPE, on_gpu=True, max_tokens=8192)
+    assert found.first_pace == first_pace(uncalibrated_cost_model(SHAPE), SHAPE, on_gpu=True, max_tokens=8192)
 
 
 @pytest.mark.slow

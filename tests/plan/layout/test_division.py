@@ -58,7 +58,7 @@ def workload(names="abcd", times=TIMES, **changes):
         return replace(WINDOWS[name], batches=WINDOWS[name].batches[:rounds], evaluation=())
 
     def price(choice):
-        return price_window(choice, job_window, times.for_shards(SHAPE, choice.machine.shards))
+        return price_window(choice, job_window, times.divide_among_shards(SHAPE, choice.machine.shards))
 
     return Workload(
         windows={name: job_window(name, 2, False) for name in names},
@@ -122,7 +122,7 @@ def test_microbatches_overlap_where_the_sums_of_shards_take_time():
         best.tokens_per_second > 1.1 * second.tokens_per_second == 1.1 * plain.candidates[0].tokens_per_second
     )
     assert best.needs_bytes > second.needs_bytes
-    assert best.idle_share < second.idle_share
+    assert best.idle_fraction < second.idle_fraction
 
 
 def test_microbatches_overlap_on_devices_that_are_divided_freely():
@@ -176,7 +176,7 @@ def test_what_does_not_fit_in_memory_is_no_candidate():
 
 def test_idle_devices_count_as_idle():
     one = chosen(machine(shares=1, workers=1, replicas=1, shards=1), workload()).candidates[0]
-    assert one.idle_share == pytest.approx(0.75, abs=0.01)
+    assert one.idle_fraction == pytest.approx(0.75, abs=0.01)
     assert one.limited_by == "devices"
 
 
@@ -207,7 +207,7 @@ def test_70b_on_eight_gpus_is_above_its_bar_with_no_gpu_idle():
 @pytest.mark.slow
 def test_one_70b_job_on_eight_gpus_leaves_them_idle_for_less_than_15_percent():
     best = choose_planned_layout(example("8xH100", jobs=1)).candidates[0]
-    assert best.idle_share < 0.15
+    assert best.idle_fraction < 0.15
     assert best.division.devices == 8
 
 

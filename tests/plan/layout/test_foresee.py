@@ -69,8 +69,8 @@ def test_shards_divide_what_grows_with_rows_and_wait_for_sums_in_every_branch():
     whole = [LayerRange(0, SHAPE.layers, SHAPE.layers)]
     layout, one = pipeline_layout(whole, shards=2), pipeline_layout(whole)
     program = plan_window([course("b", [[50]])], one, 100, pacing=Pacing((guess_pace(SHAPE.layers),)))
-    shared = LINKED.for_shards(SHAPE, 2)
-    assert LINKED.for_shards(SHAPE, 1) == LINKED
+    shared = LINKED.divide_among_shards(SHAPE, 2)
+    assert LINKED.divide_among_shards(SHAPE, 1) == LINKED
     timeline = shared.timeline(program, layout, SHAPES)
     hidden = LINK.all_reduce_seconds(1000 * 50, 2)
     gradient = LINK.all_reduce_seconds(4 * 10**5, 2)
@@ -121,7 +121,7 @@ def test_a_recomputed_layer_repeats_the_first_of_its_two_sums():
     layout = pipeline_layout([whole], shards=2)
     program = plan_window([course("b", [[50]])], layout, 100, pacing=Pacing((guess_pace(SHAPE.layers),)))
     again = replace(program, recompute=Recompute(recomputed_layers=SHAPE.layers))
-    shared = LINKED.for_shards(SHAPE, 2)
+    shared = LINKED.divide_among_shards(SHAPE, 2)
     plain, repeated = (shared.timeline(one, layout, SHAPES).sum_seconds for one in (program, again))
     assert repeated - plain == pytest.approx(SHAPE.layers * LINK.all_reduce_seconds(1000 * 50, 2))
 

@@ -59,7 +59,7 @@ def test_no_partition_is_faster_than_the_bound_of_any_of_its_prefixes(
     bounds = Bounds(layers, host, microbatches)
     prefix = bounds.empty_prefix()
     assert prefix.seconds <= seconds * (1 + 1e-9)
-    for stage, resident in zip(chosen.costs(layers), chosen.resident, strict=True):
+    for stage, resident in zip(chosen.costs(layers), chosen.resident_stages, strict=True):
         longer = bounds.extend(prefix, stage, resident)
         if longer is None:
             assert seconds == math.inf

@@ -42,8 +42,8 @@ def direction_seconds(
 
 
 def literal_seconds(chosen: StreamPartition, layers: list[LayerCost], host: Host, microbatches: int) -> float:
-    stages, count = chosen.costs(layers), len(chosen.resident)
-    if min(free_bytes(stages, chosen.resident, host)) < 0:
+    stages, count = chosen.costs(layers), len(chosen.resident_stages)
+    if min(free_bytes(stages, chosen.resident_stages, host)) < 0:
         return math.inf
     link = host.bandwidth if host.gpus > 1 else math.inf
     return direction_seconds(
@@ -51,7 +51,7 @@ def literal_seconds(chosen: StreamPartition, layers: list[LayerCost], host: Host
         range(count),
         [stage.forward for stage in stages],
         [0.0, *(stage.activation_bytes / link for stage in stages[:-1])],
-        chosen.resident,
+        chosen.resident_stages,
         host,
         microbatches,
     ) + direction_seconds(
@@ -59,7 +59,7 @@ def literal_seconds(chosen: StreamPartition, layers: list[LayerCost], host: Host
         range(count - 1, -1, -1),
         [stage.backward for stage in stages],
         [*(stage.gradient_bytes / link for stage in stages[1:]), 0.0],
-        chosen.resident,
+        chosen.resident_stages,
         host,
         microbatches,
     )
@@ -86,10 +86,10 @@ def test_a_resident_stage_is_never_uploaded_and_takes_room_from_the_prefetch_of_
     host = Host(1, 35, 1.0)
     streamed = visits(partition(range(4), [False] * 3), layers, host)
     stays = visits(partition(range(4), [True, False, False]), layers, host)
-    assert [visit.late_bytes for visit in streamed.forward] == [0, 0, 0]
-    assert [visit.late_bytes for visit in stays.forward] == [0, 0, 0]
+    assert [visit.delayed_bytes for visit in streamed.forward] == [0, 0, 0]
+    assert [visit.delayed_bytes for visit in stays.forward] == [0, 0, 0]
     tight = visits(partition(range(4), [True, False, False]), layers, Host(1, 25, 1.0))
-    assert [visit.late_bytes for visit in tight.forward] == [0, 0, 5]
+    assert [visit.delayed_bytes for visit in tight.forward] == [0, 0, 5]
     assert [visit.upload_bytes for visit in tight.backward] == [0, 10, 0]
 
 

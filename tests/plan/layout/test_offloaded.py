@@ -13,16 +13,16 @@ from weftune.core.shapes import JobShape
 from weftune.jobs.store.scheduler import admit_jobs
 from weftune.plan.cost.fitted import FittedModels
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.need import gpu_device
 from weftune.plan.layout.offloaded import (
     OffloadedRound,
+    is_offloading_worthwhile,
     job_groups,
     offload_optimizer,
     offloaded_round,
-    pays_off,
 )
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Recompute
@@ -55,7 +55,7 @@ def test_a_run_and_a_plan_admit_the_jobs_that_it_was_chosen_for():
     asked = jobs(32)
     found = choose_layout(SHAPE, asked, gpu(30))
     assert found.layout == OFFLOADED
-    known = FittedModels(initial_cost=arithmetic(SHAPE), memory=found.memory)
+    known = FittedModels(initial_cost=uncalibrated_cost_model(SHAPE), memory=found.memory)
     for fits in (found.memory.misfit_reason, known.misfit_reason):
         assert admit_jobs(asked, [], fits).admitted_names == tuple(job.name for job in found.attached_jobs)
 
@@ -91,9 +91,9 @@ def test_a_job_with_a_short_batch_does_not_make_the_others_pay_for_it():
     offloaded, place = offload_optimizer(memory, 1 << 50), gpu_device(0, 0, 25e9, 165e12, 1e12)
     assert [len(turn) for turn in job_groups([short, long], memory)] == [1, 1]
     assert [len(turn) for turn in job_groups([short, long], offloaded)] == [2]
-    assert not pays_off(offloaded, memory, [short, long], place, 8192)
+    assert not is_offloading_worthwhile(offloaded, memory, [short, long], place, 8192)
     longer = replace(long, batch_tokens=64 * 1024)
-    assert pays_off(offloaded, memory, [short, longer], place, 8192)
+    assert is_offloading_worthwhile(offloaded, memory, [short, longer], place, 8192)
 
 
 def unmeasured(_budget, _host, _workers):
@@ -178,7 +178,7 @@ def test_steps_take_the_link_as_fast_as_it_is_both_ways_where_that_was_measured(
 
 def test_what_a_window_takes_knows_of_unhidden_steps():
     found = choose_layout(SHAPE, jobs(32), gpu(32))
-    assert 0 < found.waiting_share < 0.2
+    assert 0 < found.waiting_fraction < 0.2
     parameters = sum(job.trainable_parameters for job in found.attached_jobs)
     seconds = found.step_wait(len(found.attached_jobs), parameters)
     assert 0 < seconds < 2.0

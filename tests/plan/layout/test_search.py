@@ -7,7 +7,7 @@ import pytest
 from tests.cases import slow_but
 from tests.plan.stream_cases import NEVER, base, gpu, job
 from weftune.plan.layout.need import LayoutDraft, StreamCase
-from weftune.plan.layout.search import EvaluatedDraft, _neighbours, filled_drafts, largest_drafts
+from weftune.plan.layout.search import EvaluatedDraft, _neighbouring_drafts, filled_drafts, largest_drafts
 
 S, R = False, True
 """A stage that is streamed, and one that is resident."""
@@ -19,7 +19,7 @@ def case(workers=1, travels=False, layers=6, budget=NEVER):
 
 
 def changes(found_case, draft):
-    return list(_neighbours(EvaluatedDraft(found_case, draft, 0, 1.0)))
+    return list(_neighbouring_drafts(EvaluatedDraft(found_case, draft, 0, 1.0)))
 
 
 # -- starting points ------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.layout.seats import too_large
-from weftune.plan.layout.split import JobWork, job_seconds, share_jobs, sheet_cost
+from weftune.plan.layout.split import JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 1000
@@ -76,7 +76,7 @@ def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000)
 
 
 def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
-    cost = arithmetic(SHAPE)
+    cost = uncalibrated_cost_model(SHAPE)
     plain = job_seconds(work(), cost, 1024)
     assert job_seconds(work(steps=20), cost, 1024) == pytest.approx(2 * plain)
     assert job_seconds(work(lengths=(100, 120)), cost, 1024) > 1.5 * plain
@@ -89,9 +89,9 @@ def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
 
 def test_a_data_sheet_gives_the_counted_terms_their_level():
     slow, fast = (Speed(flops, flops, 1.0, 0.0, "a data sheet") for flops in (1e9, 4e9))
-    seconds = [job_seconds(work(), sheet_cost(SHAPE, speed), 1024) for speed in (slow, fast)]
+    seconds = [job_seconds(work(), data_sheet_cost(SHAPE, speed), 1024) for speed in (slow, fast)]
     assert seconds[0] == pytest.approx(4 * seconds[1])
-    assert sheet_cost(SHAPE, slow).measured
+    assert data_sheet_cost(SHAPE, slow).measured
     # Two passes over the weights, two operations a weight, 110 tokens a step; all the rest is less.
     least = 10 * 110 * 2 * 2 * LAYERS * 4 * HIDDEN**2 / 1e9
     assert least < seconds[0] < 3 * least

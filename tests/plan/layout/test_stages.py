@@ -21,7 +21,7 @@ from weftune.plan.cost.time import Terms
 from weftune.plan.layout.stages import (
     PartCosts,
     StageLimit,
-    balance,
+    balance_stages,
     cut_layers,
     measured_costs,
     multiplication_costs,
@@ -73,9 +73,9 @@ def test_no_cut_that_fits_is_faster_and_none_as_fast_takes_less_memory(
     cuts = every_cut(layers, limits)
     if not cuts:
         with pytest.raises(PlanError):
-            balance(layers, limits)
+            balance_stages(layers, limits)
         return
-    found = balance(layers, limits)
+    found = balance_stages(layers, limits)
     least = min(slowest(stages, limits) for stages in cuts)
     assert slowest(found, limits) == pytest.approx(least)
     fast = [stages for stages in cuts if slowest(stages, limits) <= least + 1e-9]
@@ -86,33 +86,33 @@ def test_no_cut_that_fits_is_faster_and_none_as_fast_takes_less_memory(
 def test_a_heavy_head_leaves_fewer_blocks_to_the_last_stage() -> None:
     block = LayerCost("block", 1.0, 2.0, 1)
     layers = [LayerCost("embedding", 0.0, 0.0, 1), *[block] * 16, LayerCost("head", 3.0, 3.0, 1)]
-    stages = balance(layers, [StageLimit(100)] * 4)
+    stages = balance_stages(layers, [StageLimit(100)] * 4)
     assert stages[-1].stop - stages[-1].start < stages[1].stop - stages[1].start
     assert max(stage.seconds for stage in stages) == pytest.approx(15.0)
 
 
 def test_a_device_with_less_memory_gets_fewer_layers() -> None:
     layers = [LayerCost("block", 1.0, 1.0, 10)] * 8
-    stages = balance(layers, [StageLimit(20), StageLimit(100)])
+    stages = balance_stages(layers, [StageLimit(20), StageLimit(100)])
     assert [stage.stop - stage.start for stage in stages] == [2, 6]
 
 
 def test_what_does_not_fit_is_named_with_its_number() -> None:
     layers = [LayerCost("block", 1.0, 1.0, 2**30, kept_bytes=2**29)] * 8
     with pytest.raises(PlanError, match=r"stage 1 needs 6\.00 GiB with 2 microbatches .* has 4\.00 GiB"):
-        balance(layers, [StageLimit(9 << 30, 2), StageLimit(4 << 30, 2)])
+        balance_stages(layers, [StageLimit(9 << 30, 2), StageLimit(4 << 30, 2)])
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match="3 stages need as many layers, but the base has 2"):
-        balance([LayerCost("block", 1.0, 1.0, 1)] * 2, [StageLimit(10)] * 3)
+        balance_stages([LayerCost("block", 1.0, 1.0, 1)] * 2, [StageLimit(10)] * 3)
 
 
 def test_128_layers_and_8_stages_take_well_under_a_second() -> None:
     block = LayerCost("block", 1.0, 2.0, 10, kept_bytes=1)
     layers = [LayerCost("embedding", 0.1, 0.0, 30), *[block] * 126, LayerCost("head", 2.0, 2.0, 30)]
     began = time.process_time()
-    stages = balance(layers, [StageLimit(1000, 8 - number) for number in range(8)])
+    stages = balance_stages(layers, [StageLimit(1000, 8 - number) for number in range(8)])
     assert time.process_time() - began < 0.5 * core_slowness()
     assert max(stage.seconds for stage in stages) == pytest.approx(48.1)
 

@@ -41,7 +41,7 @@ from weftune.plan.layout.need import (
     resident_round_seconds,
     undominated_jobs,
 )
-from weftune.plan.layout.search import plain_drafts
+from weftune.plan.layout.search import mobius_drafts
 from weftune.plan.layout.stream_choice import HOST_STATES, HostState, capacities, choose_stream
 from weftune.plan.program.program import Recompute
 from weftune.plan.window.window import plan_window
@@ -77,7 +77,7 @@ def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs
         if choice is None
         or (case.adapters_travel, case.offloads_inputs)
         == (choice.layout.adapters_travel, choice.layout.offloads_inputs)
-        for draft in plain_drafts(case)
+        for draft in mobius_drafts(case)
     ]
     assert (choice.round_seconds if choice else math.inf) <= min(plain, default=math.inf) * (1 + 1e-9)
 
@@ -92,7 +92,7 @@ def test_the_largest_and_the_smallest_stages_fit_with_all_that_passes_beside_the
     for case in cases(shape, jobs, device, 256, tokens):
         streamed = [
             draft
-            for draft in plain_drafts(case)
+            for draft in mobius_drafts(case)
             if draft.slot_counts == (1,) and not any(draft.resident_stages)
         ]
         assert all(case.device_bytes(draft) <= device.budget_bytes for draft in streamed)
@@ -107,7 +107,7 @@ def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share
     assert choice.device_bytes <= device.budget_bytes
     assert choice.host_bytes <= device.host_budget_bytes
     assert choice.capacity >= max(one.max_sample_tokens for one in jobs)
-    assert 0.0 <= choice.waiting_share < 1.0
+    assert 0.0 <= choice.waiting_fraction < 1.0
     assert choice.layout.layers == layers
     plan_window([course("a", [[1, 1], [1]])], choice.layout, choice.capacity)
 
@@ -274,7 +274,7 @@ def test_a_cut_of_eighty_layers_is_found_in_seconds():
     began = process_time()
     choice = choose_stream(shape, together, device, 8192, 8 * 902)
     assert process_time() - began < 10 * core_slowness()
-    assert choice.waiting_share < 0.01
+    assert choice.waiting_fraction < 0.01
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), max_size=12))
@@ -291,7 +291,7 @@ def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.is_resident
     assert choice.layout.for_worker(0).streamed_stages == ()
-    assert (choice.host_bytes, choice.waiting_share, choice.capacity) == (0, 0.0, 256)
+    assert (choice.host_bytes, choice.waiting_fraction, choice.capacity) == (0, 0.0, 256)
     assert choice.reason.startswith(
         "nothing is streamed, since the base, the adapters and their passes need 5."
     )
@@ -373,7 +373,7 @@ def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
     assert f"streamed in {len(choice.layout.stages)} stages of" in choice.reason
     assert f"{stays} of them resident" in choice.reason
     assert f"in {choice.layout.slot_counts[0]} slot" in choice.reason
-    assert f"waits for the host in {choice.waiting_share:.0%} of a step" in choice.reason
+    assert f"waits for the host in {choice.waiting_fraction:.0%} of a step" in choice.reason
 
 
 def test_capacities_are_halves_down_to_the_longest_sample_and_none_beyond_a_round():

@@ -63,7 +63,7 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, workers, ro
     judged = case(jobs, device, workers, tokens, found.capacity)
     assert judged.device_bytes(draft_from_layout(found.layout)) == found.device_bytes <= device.budget_bytes
     assert found.round_seconds == pytest.approx(judged.round_seconds(draft_from_layout(found.layout)))
-    assert 0 <= found.waiting_share < 1
+    assert 0 <= found.waiting_fraction < 1
     assert found.layout.layers == LAYERS
     plan_window([course("a", [[9, 9, 4], [7]])], found.layout, max(found.capacity, 9))
 

@@ -93,7 +93,7 @@ def assert_of_the_choice(found: StreamOutlook, device: StreamDevice, travels: bo
     draft = draft_from_layout(choice.layout)
     assert (choice.layout.adapters_travel, choice.layout.offloads_inputs) == (travels, offloads)
     assert found.forecast.step_seconds == choice.round_seconds
-    assert found.forecast.bubbles == pytest.approx(choice.waiting_share)
+    assert found.forecast.bubbles == pytest.approx(choice.waiting_fraction)
     assert case.device_bytes(draft) == choice.peak_device_bytes <= device.budget_bytes
     assert case.host_bytes(draft) == choice.host_bytes
     assert draft.make_layout(travels, choice.layout.offloaded_rows) == choice.layout
@@ -104,7 +104,7 @@ def test_the_same_holds_for_several_workers():
     choice = found.choice
     assert choice.layout.workers == 4
     assert found.forecast.step_seconds == choice.round_seconds
-    assert found.forecast.bubbles == pytest.approx(choice.waiting_share)
+    assert found.forecast.bubbles == pytest.approx(choice.waiting_fraction)
     assert found.forecast.peaks == (choice.peak_device_bytes - found.case.device.slack_bytes,) * 4
     assert "Stage j is on device j mod 4." in "\n".join(explain_streamed_plan(found, "told here"))
 

@@ -15,7 +15,7 @@ from weftune.plan.pack.merge import (
     head_tail_groups,
     merge,
     no_ops_per_round,
-    verify,
+    verify_microbatches,
 )
 from weftune.plan.program.program import IllegalProgram
 
@@ -43,7 +43,7 @@ def schedules(draw):
 def test_whatever_is_merged_is_legal_and_takes_no_more_places(rounds, stages, multiple):
     rules = MergeRules(64, stages, multiple, SMALL)
     merged, plain = merge(rounds, rules), merge(rounds, rules, move_samples=False)
-    verify(rounds, merged.microbatches, rules)
+    verify_microbatches(rounds, merged.microbatches, rules)
     assert len(merged.microbatches) <= len(plain.microbatches)
     assert plain.moved_samples == 0
     if stages == 1:
@@ -103,14 +103,14 @@ def test_a_no_op_takes_the_place_of_what_stood_between_two_batches_of_a_job():
 def test_an_illegal_order_is_refused_with_the_reason(microbatches, sentence):
     rounds = [batch("a", 0, 40), batch("b", 0, 40), batch("a", 1, 40)]
     with pytest.raises(IllegalProgram, match=sentence):
-        verify(rounds, [tuple(one) for one in microbatches], MergeRules(64, stages=3))
+        verify_microbatches(rounds, [tuple(one) for one in microbatches], MergeRules(64, stages=3))
 
 
 def test_places_are_counted_from_the_first_of_this_window():
     before = [tuple(batch("c", 0, 40)), tuple(batch("c", 1, 40))]
     rounds = [batch("a", 0, 40), batch("b", 0, 40) + batch("d", 0, 40)]
     with pytest.raises(IllegalProgram, match="microbatch 1 is over the capacity of 64"):
-        verify(rounds, [tuple(one) for one in rounds], MergeRules(64), before)
+        verify_microbatches(rounds, [tuple(one) for one in rounds], MergeRules(64), before)
 
 
 def test_a_merge_counts_what_it_moved_and_what_it_waits_for():
@@ -196,4 +196,7 @@ def test_in_a_pipeline_groups_take_turns_where_one_would_have_to_wait():
     chosen = group_jobs(jobs(500, 600, 700, 800), 8192, stages=4)
     assert len(chosen.groups) > 1
     assert chosen.no_ops == 0
-    assert chosen.why(4) == "2 groups take turns on 4 stages: a round of all is 12 microbatches and 0 no-ops"
+    assert (
+        chosen.explanation(4)
+        == "2 groups take turns on 4 stages: a round of all is 12 microbatches and 0 no-ops"
+    )

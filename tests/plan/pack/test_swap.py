@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.plan.packings import assert_legal, fewest, instances
 from weftune.plan.pack.instance import lower_bound, make_instance, pack_padded
 from weftune.plan.pack.swap import (
-    best_fill,
     exchange_samples,
+    find_best_fill,
     least_load,
     least_possible_load,
     repack_randomly,
@@ -66,7 +66,7 @@ def test_without_tries_nothing_changes():
 @given(instances(most=8), st.integers(0, 60))
 def test_no_other_choice_of_samples_puts_more_tokens_into_the_room(case, room):
     pool = range(len(case.lengths))
-    chosen = best_fill(case, pool, room)
+    chosen = find_best_fill(case, pool, room)
     subsets = [subset for size in range(len(pool) + 1) for subset in combinations(pool, size)]
     assert len(set(chosen)) == len(chosen)
     assert case.load(chosen) <= room
@@ -74,4 +74,4 @@ def test_no_other_choice_of_samples_puts_more_tokens_into_the_room(case, room):
 
 
 def test_of_equal_fillings_the_one_with_longer_samples_is_taken():
-    assert best_fill(make_instance([2, 3, 5], 5), range(3), 5) == [2]
+    assert find_best_fill(make_instance([2, 3, 5], 5), range(3), 5) == [2]

@@ -11,7 +11,7 @@ from tests import bench
 from tests.plan.costs import SHAPE, TRUTH
 from tests.plan.works import work
 from weftune import JobSpec
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Forward, GlobalBatch, PlacedSample
 from weftune.plan.program.simulate import Lane
@@ -69,7 +69,7 @@ def test_rows_that_are_evaluated_count_for_a_third():
 
 
 def test_before_anything_is_measured_a_profile_or_the_data_sheet_says_how_long_rows_take():
-    by_sheet = first_pace(arithmetic(SHAPE), SHAPE, False, 1024)
+    by_sheet = first_pace(uncalibrated_cost_model(SHAPE), SHAPE, False, 1024)
     assert 0 < by_sheet.row_seconds < 1
     profiled = first_pace(TRUTH, SHAPE, False, 1024)
     assert profiled.row_seconds > 0

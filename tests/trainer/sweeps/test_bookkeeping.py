@@ -94,7 +94,7 @@ def test_a_retried_trial_is_not_ended_again_by_the_record_when_the_status_was_re
         made.finish()
     (output / "status.json").write_text("{")
     with open_store(output, resume=True) as store:
-        assert store.rebuilt
+        assert store.rebuild_note
         assert store.job("s-a").state is not State.FAILED
         again = RunningSweep(sweep_of(), store, {}, print, None)
         again.restore(retried_trials=["s-a"])

@@ -11,7 +11,7 @@ from tests import bench, oracle
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
-from weftune.jobs.spec.layer import layer_from_keywords
+from weftune.jobs.spec.layer import keys_from_keywords
 from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.record import best_folder
 from weftune.jobs.sweeps.running import RunningSweep
@@ -365,7 +365,7 @@ class Halves:
 @pytest.mark.slow
 def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a_crash(base, tmp_path):
     jobs = [trial(rate, steps=6) for rate in RATES[:3]]
-    keys = layer_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
+    keys = keys_from_keywords({item.name: getattr(jobs[0], item.name) for item in fields(JobSpec)})
     sweep = replace(sweep_of(jobs, at=(0.5,), share=0.4, search="tpe", trials=5, keep=1), keys=keys)
 
     def run(output, callback=None, **options):

@@ -138,7 +138,7 @@ class Fp8Weight(QuantWeight):
     def codes(self) -> Tensor:
         return self.module.weight
 
-    def turned(self) -> Tensor:
+    def transposed_codes(self) -> Tensor:
         return cast(Tensor, self.module.turned)
 
     def scale(self) -> Tensor:

@@ -1,4 +1,5 @@
-"""The checks that turn the keys of one job into a record: numbers, files, types, and contradicting keys."""
+"""The checks that turn the keys of one job into a dataclass: numbers, files, types, and contradicting
+keys."""
 
 from __future__ import annotations
 
@@ -36,26 +37,26 @@ CHATML = "chatml"
 
 
 Locate = Callable[[Path, str], str]
-"""Function that resolves a path relative to a folder, or raises ValueError with the message."""
+"""Function that resolves a path relative to a folder, or raises ValueError with the message for the user."""
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether `text` has the form of a repository id on the Hub (`owner/name` or `name`), rather than
-    of a path."""
+    """Return whether `text` has the form of a repository id on the Hugging Face Hub (`owner/name` or `name`)
+    and not of a path."""
     return re.fullmatch(f"(?:{HUB_PART}/)?{HUB_PART}", text) is not None and not text.lower().endswith(
         FILE_SUFFIXES
     )
 
 
 def is_revision(text: str) -> bool:
-    """Return whether `text` is a valid revision on the Hub. Others are refused because the Hub's client
-    builds a path from it."""
+    """Return whether `text` is a valid revision on the Hugging Face Hub. Invalid ones must be refused, since
+    the Hub's client builds a path from the revision."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
 
 
 def resolve_path(folder: Path, text: str) -> Path:
-    """Return the absolute path of `text` in `folder`. Links are not followed, since in the Hub's cache a GGUF
-    file is a link to a file without a suffix."""
+    """Return the absolute path of `text`, relative to `folder`. Links are not followed, since in the Hub's
+    cache a GGUF file is a link to a file without a suffix."""
     return Path(os.path.normpath((folder / Path(os.path.expanduser(text))).absolute()))
 
 
@@ -66,7 +67,7 @@ def path_exists(path: Path) -> bool:
 
 
 def missing_path_message(folder: Path, text: str, description: str = "file") -> str:
-    """Return the message for a path that does not exist. It names the most similar existing file."""
+    """Return the error message for a path that does not exist. It names the most similar existing file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = resolve_path(folder, text)
@@ -87,8 +88,8 @@ def missing_path_message(folder: Path, text: str, description: str = "file") -> 
 
 
 def locate_rows(folder: Path, text: str) -> str:
-    """Return the absolute path of a file or folder of rows, or `text` itself if it is a repository id on the
-    Hub."""
+    """Return the absolute path of a file or folder with rows, or `text` itself if it is a repository id on
+    the Hugging Face Hub."""
     path = resolve_path(folder, text)
     if path_exists(path):
         return str(path)
@@ -109,7 +110,8 @@ def locate_template(folder: Path, text: str) -> str:
 
 
 def locate_metric(folder: Path, text: str) -> str:
-    """Return `exact_match`, or `FILE.py:FUNCTION` with the absolute path of the file."""
+    """Return the name of a metric: `exact_match`, or `FILE.py:FUNCTION` with the absolute path of the
+    file."""
     file, _, function = text.rpartition(":")
     if text == EXACT_MATCH:
         return text
@@ -142,7 +144,8 @@ TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
 
 
 def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
-    """Return the job that `layer` describes, or all mistakes in it. Paths are relative to `folder`."""
+    """Return the job that the keys in `layer` describe, or all errors in them. Paths are relative to
+    `folder`."""
     values = _set_defaults(layer.values)
     faults: dict[Loc, str] = {}
 
@@ -172,7 +175,8 @@ def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record 
 
 
 def _sweep_hint(values: Mapping[str, Any], location: Loc) -> str:
-    """Return a hint to use `sweep` if a list was given where a single value belongs; otherwise empty."""
+    """Return a hint to use `sweep` if a list was given where a single value is required, or else an empty
+    string."""
     value: Any = values
     for part in location:
         value = child_value(value, part)
@@ -184,8 +188,8 @@ def _sweep_hint(values: Mapping[str, Any], location: Loc) -> str:
 
 
 def _set_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set one epoch and the objective's learning rate as defaults, add the scalar head that the objective
-    trains to the adapter, and replace the values that disable clipping by None."""
+    """Set the defaults of a job's keys: one epoch, the learning rate of the objective and, if the objective
+    trains one, a scalar head. Also replace the value 0 that disables gradient clipping by None."""
     whole = dict(values)
     objective = whole.get("objective")
     kind = objective.get("kind") if isinstance(objective, Mapping) else None
@@ -201,13 +205,13 @@ def _set_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_have_head(adapter: Any) -> bool:
-    """Return whether adapter files for these keys can contain a scalar head."""
+    """Return whether the files of an adapter with these keys can contain a scalar head."""
     kind = adapter.get("kind", "lora") if isinstance(adapter, Mapping) else None
     return isinstance(kind, str) and kind in KINDS and issubclass(KINDS[kind], LoraSpec)
 
 
 def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the adapter's record and the faults in its keys. A value that is not a mapping is returned
+    """Return the adapter's spec and the errors in its keys. A value that is not a mapping is returned
     unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
@@ -230,7 +234,7 @@ def _build_adapter(keys: Any) -> tuple[Any, list[Fault]]:
 
 
 def _build_objective(keys: Any) -> tuple[Any, list[Fault]]:
-    """Return the objective's record and the faults in its keys. A value that is not a mapping is returned
+    """Return the objective's spec and the errors in its keys. A value that is not a mapping is returned
     unchanged."""
     if not isinstance(keys, Mapping):
         return keys, []
@@ -254,11 +258,12 @@ LOCATED: tuple[tuple[str, str, Locate], ...] = (
     ("eval", "metric", locate_metric),
     ("adapter", "init_from", locate_adapter),
 )
-"""Section and key of each value that is or contains a path, with the function that resolves the path."""
+"""Section and key of each value of a job that is or contains a path, with the function that resolves the
+path."""
 
 
 def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the values with absolute paths, and a fault for every path that does not exist."""
+    """Return the values of a job with absolute paths, and an error for every path that does not exist."""
     faults: list[Fault] = []
 
     def resolve_value(value: Any, location: Loc, locate: Locate) -> Any:
@@ -285,7 +290,8 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
 
 
 def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield faults in the job's name, and in keys that are valid by themselves but contradict each other."""
+    """Yield the errors in a job's name, and in keys that are valid by themselves but contradict each
+    other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
     if values.get("epochs") is not None and values.get("steps") is not None:
@@ -297,7 +303,8 @@ def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if there are not two betas. Pydantic would report each missing beta separately."""
+    """Yield an error if the number of AdamW's betas is not two. Pydantic would report each missing beta
+    separately."""
     if "betas" not in values:
         return
     betas = values["betas"]
@@ -369,7 +376,8 @@ def _preference_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _head_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if the job cannot train a scalar head, or has one that its objective does not need."""
+    """Yield an error if the job cannot train the scalar head that its objective needs, or has one that its
+    objective does not need."""
     objective, adapter, held_out = (values.get(key) for key in ("objective", "adapter", "eval"))
     kind = objective.get("kind", "sft") if isinstance(objective, Mapping) else "sft"
     if not isinstance(kind, str) or kind not in OBJECTIVES:
@@ -442,7 +450,7 @@ def _token_faults(tokens: Any) -> Iterator[Fault]:
 
 
 def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if the initialisation of virtual tokens is given more than once."""
+    """Yield an error if a job has more than one key for the initialisation of virtual tokens."""
     init, text = adapter.get("init", "random"), adapter.get("init_text", "")
     if init == "text" and not text:
         yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
@@ -469,8 +477,8 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Yield a fault if `expression` is not a valid regular expression. Messages quote `text`, which is the
-    part of it that the user wrote."""
+    """Yield an error if `expression` is not a valid regular expression. Messages quote `text`, the part of
+    the expression that the user wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):
@@ -493,12 +501,12 @@ NO_SCALING: Mapping[str, str] = {
     "su": BY_LONGEST,
     "default": "scales nothing; leave rope_scaling out",
 }
-"""Maps each unsupported rope type of transformers to the reason why it is refused."""
+"""Maps each type of rope scaling in transformers that is not supported to the reason why it is refused."""
 
 
 def check_rope(base: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the keys of the base and the faults in its rope scaling that a check of types does not find. In
-    the keys, `type` is renamed to `rope_type`, its newer name."""
+    """Return the keys of the base, and the errors in its rope scaling that a check of types does not find. In
+    the returned keys, `type` is renamed to `rope_type`, its newer name."""
     keys = base.get("rope_scaling")
     if not isinstance(keys, Mapping):
         return dict(base), []

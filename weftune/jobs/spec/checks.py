@@ -29,7 +29,7 @@ HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Learning rate and weight decay above which a warning says that the value may be a typing error. A step of
 Adam changes every weight by about the learning rate."""
 MIN_TOKENS = 2
-"""Minimum number of tokens in a sample, of which the second is predicted from the first."""
+"""Minimum number of tokens in a sample: the second token is predicted from the first."""
 NAMED = 4
 """Maximum number of jobs that a message names. If there are more, it gives their number instead."""
 
@@ -37,7 +37,8 @@ NAMED = 4
 def check_on_base(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the mistakes in a run's jobs that can be found from the sizes of its base."""
+    """Return the errors in a run's jobs that can be found from the shape of its base, such as targets that
+    match no linear."""
     return [
         *check_targets(jobs, shape, locate),
         *check_lengths(jobs, shape, base, locate),
@@ -48,8 +49,8 @@ def check_on_base(
 def check_targets(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every target that matches no linear of the base. `locate` maps a key to the place
-    where it was written; for a file it is `RunSpec.locate`."""
+    """Return an error for every target that matches no linear of the base. `locate` is a function that
+    returns the file and line of a job's key."""
     return [
         Mistake(locate(job.name, "adapter", *fault.loc), fault.sentence)
         for job in jobs
@@ -60,8 +61,8 @@ def check_targets(
 def check_lengths(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for each different `max_length` above the base's context. The message names all jobs
-    that have it."""
+    """Return an error for each value of `max_length` that exceeds the base's context. The message names all
+    jobs with this value."""
     over: dict[tuple[str, int], list[str]] = {}
     for job in jobs:
         if job.data.max_length is not None and job.data.max_length > shape.context:
@@ -88,7 +89,8 @@ def _longer_context_advice(length: int, shape: ModelShape, base: BaseSpec) -> st
 
 
 def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield the faults of an adapter on this base; locations are below the key `adapter`."""
+    """Yield the errors in an adapter's spec that depend on the base. Locations of keys are relative to the
+    key `adapter`."""
     names = [site.name for site in shape.sites]
     wrong = [
         Fault(key, slow)
@@ -128,7 +130,7 @@ def _target_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
 
 
 def _virtual_token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield the reasons why this base does not support the adapter's virtual tokens."""
+    """Yield an error for each reason why the base does not support the adapter's virtual tokens."""
     kind = adapter.kind
     if (before := adapter.positions_before) > shape.context - MIN_TOKENS:
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
@@ -158,7 +160,7 @@ def _suggest_targets(target: str, shape: ModelShape) -> str:
     endings = _linear_suffixes(shape)
     near = nearest_word(target.rpartition(".")[2], endings)
     hint = f"did you mean {near}? " if near else ""
-    experts = f"; for its experts write {_expert_parameters(shape)}" if _experts(shape) else ""
+    experts = f"; for its experts write {_expert_parameters(shape)}" if _expert_sites(shape) else ""
     return f"{hint}its modules end in {', '.join(endings)}{experts}"
 
 
@@ -170,17 +172,18 @@ def _parameter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]
     for index, target in enumerate(adapter.target_parameters if isinstance(adapter, LoraSpec) else ()):
         alone = replace(adapter, target_parameters=(target,))  # type: ignore[call-arg]
         loc: Loc = ("target_parameters", index)
-        if not _experts(shape):
+        if not _expert_sites(shape):
             yield Fault(
                 loc, f"{format_value(target)} asks for experts, which the base has none of; leave it out"
             )
-        elif not any(alone.adapts(site) for site in _experts(shape)):
+        elif not any(alone.adapts(site) for site in _expert_sites(shape)):
             hint = f"write {_expert_parameters(shape)}, or one of both"
             yield Fault(loc, f"{format_value(target)} matches no parameter of the base's experts; {hint}")
 
 
 def _token_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield the reasons why this base cannot train the adapter's token embeddings."""
+    """Yield an error for each reason why the base does not support training the adapter's token
+    embeddings."""
     key = "trainable_token_indices"
     for index, token in enumerate(adapter.trained_tokens):
         if token >= shape.vocabulary:
@@ -195,12 +198,12 @@ def _linear_names(shape: ModelShape) -> list[SiteShape]:
     return [site for site in shape.sites if not site.experts]
 
 
-def _experts(shape: ModelShape) -> list[SiteShape]:
+def _expert_sites(shape: ModelShape) -> list[SiteShape]:
     return [site for site in shape.sites if site.experts]
 
 
 def _expert_parameters(shape: ModelShape) -> str:
-    endings = dict.fromkeys(".".join(site.name.rsplit(".", 3)[1:]) for site in _experts(shape))
+    endings = dict.fromkeys(".".join(site.name.rsplit(".", 3)[1:]) for site in _expert_sites(shape))
     return f"target_parameters: [{', '.join(endings)}]"
 
 
@@ -214,7 +217,8 @@ def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
 
 
 def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
-    """Return warnings about jobs that start from an adapter trained on a base with another rope scaling."""
+    """Return warnings about jobs that start from an adapter that was trained with another rope scaling of the
+    base."""
     return merge_repeated_sentences(
         (job.name, sentence) for job in jobs for sentence in _rope_warnings(job, base)
     )
@@ -240,7 +244,8 @@ def data_warnings(
 
 
 def merge_repeated_sentences(sentences: Iterable[tuple[str, str]]) -> list[str]:
-    """Return each distinct sentence once, preceded by the names of its jobs, as in `a, b: sentence`."""
+    """Return each distinct sentence about jobs once, preceded by the names of its jobs, as in `a, b:
+    sentence`."""
     jobs: dict[str, dict[str, None]] = {}
     for job, sentence in sentences:
         jobs.setdefault(sentence, {})[job] = None
@@ -349,8 +354,8 @@ def _source_adapter(
 
 
 def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
-    """Warn if the scale differs from the scale of the source adapter. PEFT's files contain A and B only, and
-    their product is multiplied by the scale that the new job sets."""
+    """Warn if a LoRA job's scale differs from the scale of the adapter that it starts from. PEFT's files
+    contain A and B only, so the new job multiplies their product by its own scale."""
     for site in sites:
         scale, was = adapter.scale_at(site.name), source_adapter.scale_at(site.name)
         if not math.isclose(scale, was):
@@ -373,8 +378,8 @@ MAX_NAMED = 8
 def name_faults(
     jobs: Sequence[JobSpec], known_names: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each job that cannot start from its source job, with the error message. `known_names` are all
-    names of the run, and `trials` maps the names of trials to their sweeps."""
+    """Yield each job that cannot start from the adapter of the job that it names, with the error message.
+    `known_names` are all names of the run, and `trials` maps the names of trials to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
@@ -411,8 +416,8 @@ def _unknown_source_message(source: str, known_names: Sequence[str]) -> str:
 
 
 def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
-    """Return the chain of source jobs from `name` back to itself, or an empty list if there is no such
-    cycle."""
+    """Return the cycle of jobs, beginning with `name`, in which each job starts from the adapter of the next
+    one. Return an empty list if `name` is in no cycle."""
     way = [name]
     while (source := sources.get(way[-1], "")) and source not in way:
         way.append(source)
@@ -422,15 +427,16 @@ def _source_cycle(name: str, sources: Mapping[str, str]) -> list[str]:
 def check_names(
     jobs: Sequence[JobSpec], known_names: Sequence[str], locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the mistakes in the names of jobs that were created in Python."""
+    """Return an error for every job that was created in Python and cannot start from the adapter of the job
+    that it names."""
     return [Mistake(locate(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known_names)]
 
 
 def check_starts(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return a mistake for every job whose source job adapts different linears of this base or has different
-    ranks."""
+    """Return an error for every job that starts from the adapter of another job whose linears or ranks
+    differ."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
         Mistake(locate(job.name, *SOURCE), sentence)
@@ -441,7 +447,8 @@ def check_starts(
 
 
 def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpec, shape: ModelShape) -> str:
-    """Return why a job with this adapter cannot start from `source_adapter`; empty if it can."""
+    """Return the reason why a job with this adapter cannot start from `source_adapter`, or an empty string if
+    it can."""
     if source_adapter.kind != adapter.kind:
         return f"{source} is a {source_adapter.kind} adapter; write kind: {source_adapter.kind}"
     if differ := [site for site in shape.sites if source_adapter.adapts(site) != adapter.adapts(site)]:

@@ -1,4 +1,5 @@
-"""The keys of jobs.yaml, the valid names of jobs, and the error messages for unknown keys and wrong names.
+"""The keys of jobs.yaml, the rules for names of jobs, and the error messages for unknown keys and invalid
+names.
 
 Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
 the corresponding key of Weftune.
@@ -22,13 +23,14 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
-"""Minimum similarity of a suggested word. It is above 0.75, because words of four letters that differ in one
-letter, such as dora and lora, may be unrelated."""
+"""Minimum similarity, from 0 to 1, of a suggested word to a misspelled one. It is above 0.75, since words of
+four letters that differ in one letter, such as dora and lora, may be unrelated."""
 MIN_LETTERS = 3
 
 
 def nearest_word(unknown_word: str, known_words: Iterable[str]) -> str | None:
-    """Return the known name that `unknown_word` misspells, abbreviates uniquely, or is an anagram of."""
+    """Return the known word that `unknown_word` most likely stands for: a misspelling, a unique abbreviation
+    or an anagram. Return None if there is none."""
     names = list(known_words)
     near = difflib.get_close_matches(unknown_word, names, n=1, cutoff=CUTOFF)
     if not near and len(unknown_word) >= MIN_LETTERS:
@@ -72,7 +74,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the index of every name that an earlier job already has, with the error message."""
+    """Yield the index of every name that an earlier job has too, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):
@@ -105,8 +107,8 @@ class EarlyStop:
 
 
 class JobKeys(TypedDict, total=False):
-    """The keyword arguments of JobSpec: the keys of jobs.yaml, where rows and records may be given instead of
-    paths and mappings."""
+    """The keyword arguments of `JobSpec`. They are the keys of a job in jobs.yaml, but rows and specs may be
+    given instead of paths and mappings."""
 
     name: Required[str]
     adapter: AdapterSpec | Mapping[str, Any]
@@ -151,7 +153,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "halving": _field_names(Halving),
     "init_from": _field_names(FromJob),
 }
-"""Maps each section of jobs.yaml to its keys, which are the fields of the records."""
+"""Maps each section of jobs.yaml to its keys, which are the fields of the section's dataclasses."""
 TITLES = {
     "run": "the file",
     "rope_scaling": "base.rope_scaling",
@@ -169,19 +171,21 @@ SAME_FOR_ALL: Mapping[str, str] = {
     "priority": "it decides when a trial is trained, not what comes of it",
     "sweep": "a sweep holds no other",
 }
-"""Maps the first part of a key to the reason why all trials of a sweep must have the same value."""
+"""Maps the first part of a dotted key to the reason why the key must have the same value in all trials of a
+sweep."""
 
 
 def shared_value_reason(location: Sequence[str | int]) -> str | None:
-    """Return why all trials of a sweep must have the same value at `location`, or None if they may differ.
-    They may differ in numbers of the objective, such as `objective.beta`."""
+    """Return the reason why all trials of a sweep must have the same value at `location`, or None if the
+    values may differ. Numbers of the objective, such as `objective.beta`, may differ."""
     if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
     return SAME_FOR_ALL.get(str(location[0]))
 
 
 INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
-"""Sections that are nested in other sections. Their keys are not suggested for unknown keys elsewhere."""
+"""Sections of jobs.yaml that are nested in other sections. Their keys are not suggested for unknown keys
+elsewhere."""
 
 FOREIGN: Mapping[str, str] = {
     "adapter.rank": "r lora_r lora_rank",
@@ -239,8 +243,7 @@ FOREIGN: Mapping[str, str] = {
     "sweep.mode": "goal direction",
     "sweep.halving": "early_terminate pruner",
 }
-"""Maps each key of Weftune, with its section unless it is a key of the job itself, to its names in other
-tools."""
+"""Maps keys of jobs.yaml to their names in other tools. Keys of a section are preceded by its name."""
 RENAMED = {name: ours for ours, names in FOREIGN.items() for name in names.split()}
 
 _ADVICE: Mapping[str, str] = {
@@ -267,7 +270,7 @@ _ADVICE: Mapping[str, str] = {
     "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
 ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
-"""Maps each key of another tool to advice that is shown together with Weftune's name for the key."""
+"""Maps keys of other tools that Weftune has under another name to additional advice for the error message."""
 
 _ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",
@@ -316,12 +319,11 @@ _ANSWERED: Mapping[str, str] = {
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
 ANSWERED = {key: sentence for keys, sentence in _ANSWERED.items() for key in keys.split()}
-"""Maps each key of another tool that has no counterpart to advice on what to do instead."""
+"""Maps keys of other tools that have no counterpart in Weftune to advice on what to do instead."""
 
 
 def unknown_key(section: str, key: str) -> str:
-    """Return the message for an unknown key of `section`. The message always says how to correct the
-    mistake."""
+    """Return the error message for an unknown key of `section`. The message always says how to correct it."""
     known, title = SECTIONS[section], TITLES.get(section, section)
     plain = key.strip().lower().replace("-", "_")
     if plain in known:

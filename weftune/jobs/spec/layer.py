@@ -1,5 +1,5 @@
-"""The keys of a job as the user wrote them, with file and line. This module expands shorthands and merges the
-keys over the defaults."""
+"""The keys of a job as the user wrote them, with the file and line of each. Shorthands are expanded, and the
+keys are merged over the defaults."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ Loc = tuple[str | int, ...]
 """Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""Key of rows that are passed from Python. Rows are never inspected here, since there may be millions."""
+"""Key of rows that are passed from Python. Checks of a job never inspect them, since there may be
+millions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location where the user wrote a value: a line of a file, if any, and the value's dotted name."""
+    """The source location of a value: the file and line in which the user wrote it, if any, and the value's
+    dotted name."""
 
     file: str
     line: int
@@ -39,7 +41,8 @@ Places = dict[Loc, Place]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A mistake in a value whose file and line are not known yet: the value's location, and the message."""
+    """An error in a value whose file and line are not known yet: the value's location in the job, and the
+    message."""
 
     loc: Loc
     sentence: str
@@ -49,7 +52,7 @@ ABSENT: Any = object()
 
 
 def child_value(value: Any, part: str | int) -> Any:
-    """Return the value at `part` of a mapping or list, or ABSENT."""
+    """Return the value at the key or index `part` of a mapping or list, or `ABSENT`."""
     if isinstance(value, Mapping):
         return value.get(part, ABSENT)
     if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
@@ -58,7 +61,7 @@ def child_value(value: Any, part: str | int) -> Any:
 
 
 def dotted_name(location: Loc) -> str:
-    """Return `("jobs", 2, "adapter")` as `jobs[2].adapter`."""
+    """Return a location as a dotted name: `jobs[2].adapter` for `("jobs", 2, "adapter")`."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -68,8 +71,8 @@ def dotted_name(location: Loc) -> str:
 def source_locations(
     values: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None
 ) -> Places:
-    """Return a mapping from the location of every value, relative to `root`, to the place where it was
-    written. A value without a line gets the line of its parent."""
+    """Map the location of every value, relative to `root`, to the file and line where it was written. A value
+    without a line gets the line of its parent."""
     places: Places = {}
     known = lines or {}
 
@@ -90,29 +93,30 @@ def source_locations(
 
 
 def find_source_location(places: Places, location: Loc) -> Place:
-    """Return the place of `location`, or of the nearest enclosing value that was written."""
+    """Return the file and line where the value at `location` was written or, if there is none, those of the
+    nearest enclosing value."""
     while location and location not in places:
         location = location[:-1]
     return places[location]
 
 
 def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None:
-    """Move the places of all values at `outer_location` one level deeper, under `key`, for a shorthand that
-    is expanded."""
+    """Move the source locations of all values at `outer_location` one level deeper, under `key`, since a
+    shorthand was expanded."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
             places[(*outer_location, key, *loc[len(outer_location) :])] = place
 
 
 def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes sorted by line, without repetitions. A mistake in `defaults` would otherwise be
-    repeated for every job."""
+    """Return the errors in a jobs file sorted by line, without repetitions. An error in `defaults` would
+    otherwise be repeated for every job."""
     return list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake.line)))
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
-"""Maps each section to two keys that exclude each other. If a job sets one of the two keys, the other key is
-removed from the job's defaults."""
+"""Maps a section of a job to two of its keys that exclude each other. If a job sets one of the two keys, the
+other key is removed from the job's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,8 @@ class Layer:
 
 
 def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
-    """Return the layer with shorthands expanded, so that layers can be merged key by key."""
+    """Return keys and their source locations with shorthands expanded, so that they can be merged with
+    defaults key by key."""
     whole, places = dict(values), dict(places)
     data = whole.get("data")
     if isinstance(data, str | list | tuple):
@@ -147,14 +152,15 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
     return Layer(whole, places)
 
 
-def merge_layers(defaults: Layer, layer: Layer) -> Layer:
-    """Return `layer` merged over `defaults`: mappings merge deeply, everything else is replaced."""
-    values = _merge_layers_at(defaults.values, layer.values, ())
+def merge_over_defaults(defaults: Layer, layer: Layer) -> Layer:
+    """Return the keys of `layer` merged over `defaults`. Mappings are merged recursively, and all other
+    values are replaced."""
+    values = _merge_values_at(defaults.values, layer.values, ())
     places = {loc: place for loc, place in defaults.places.items() if loc and _has_value(values, loc)}
     return Layer(values, places | layer.places)
 
 
-def _merge_layers_at(defaults: Mapping[str, Any], values: Mapping[str, Any], location: Loc) -> dict[str, Any]:
+def _merge_values_at(defaults: Mapping[str, Any], values: Mapping[str, Any], location: Loc) -> dict[str, Any]:
     result = dict(defaults)
     one, other = ALTERNATIVES.get(location, ("", ""))
     if values.get(one) is not None:
@@ -164,7 +170,7 @@ def _merge_layers_at(defaults: Mapping[str, Any], values: Mapping[str, Any], loc
     for key, value in values.items():
         lower = result.get(key)
         both = isinstance(lower, Mapping) and isinstance(value, Mapping)
-        result[key] = _merge_layers_at(lower, value, (*location, key)) if both else value  # type: ignore[arg-type]
+        result[key] = _merge_values_at(lower, value, (*location, key)) if both else value  # type: ignore[arg-type]
     return result
 
 
@@ -174,8 +180,9 @@ def _has_value(values: Any, location: Loc) -> bool:
     return values is not ABSENT
 
 
-def layer_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keyword arguments of a JobSpec as a layer, like the layer of a file with these keys."""
+def keys_from_keywords(keywords: Mapping[str, Any]) -> Layer:
+    """Return the keyword arguments of a `JobSpec` in the form that a job with these keys has when it is read
+    from a file."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}
@@ -187,19 +194,20 @@ def is_row_data(data: Any) -> bool:
     """Return whether the list `data` contains rows. Otherwise it is a mixture of datasets: paths, or {path,
     weight}."""
     if isinstance(data, list | tuple):
-        return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
+        return not data or not all(isinstance(item, str | Path) or _is_data_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)
     return not is_path_or_keys and hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
-def _is_source(item: Any) -> bool:
+def _is_data_source(item: Any) -> bool:
     if is_dataclass(item):
         return hasattr(item, "weight")
     return isinstance(item, Mapping) and "path" in item and len(item) <= 2
 
 
 def plain_values(value: Any) -> Any:
-    """Convert records to mappings, paths to text and NumPy numbers to Python numbers; rows stay unchanged."""
+    """Convert dataclasses to mappings, paths to strings and NumPy numbers to Python numbers. Rows stay
+    unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
         value = {key: below for key, below in value.items() if below is not None and below != ()}

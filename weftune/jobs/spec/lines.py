@@ -1,6 +1,6 @@
 """A YAML file as plain values, with the line of every key.
 
-Numbers and booleans follow YAML 1.2, so that `2e-4` is a number, while `no` and dates are text.
+Numbers and booleans follow YAML 1.2, so that `2e-4` is a number, while `no` and dates are strings.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import Loc, Place, dotted_name
 
 MAX_NODES = 50_000
-"""Maximum number of values in a file. Without a limit, nested aliases could expand a few lines to billions of
-values."""
+"""Maximum number of values in a YAML file. Without a limit, nested aliases could expand a few lines to
+billions of values."""
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 50
-"""Maximum nesting depth of lists and mappings. The time of the YAML reader per token is proportional to the
-depth."""
+"""Maximum nesting depth of lists and mappings in a YAML file. The time that the YAML reader takes per token
+is proportional to the depth."""
 
 TAG = "tag:yaml.org,2002:"
 
@@ -61,7 +61,7 @@ _add_yaml_resolver("merge", "<<", "<")
 
 
 class Document:
-    """A YAML file as plain values, with the line of every key and the mistakes found in it."""
+    """A YAML file as plain values, with the line of every key and the errors that were found in it."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -129,8 +129,8 @@ class Document:
         return result
 
     def _merge_values(self, node: yaml.Node, location: Loc) -> dict[str, Any]:
-        """Return the values that a key `<<` merges, from one mapping or a list of mappings. Earlier mappings
-        take precedence."""
+        """Return the values that YAML's merge key `<<` adds, from one mapping or a list of mappings. Earlier
+        mappings take precedence."""
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: dict[str, Any] = {}
         for part in reversed(parts):

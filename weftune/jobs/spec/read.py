@@ -1,5 +1,5 @@
-"""The reader that turns a jobs file, or a mapping with its content, into a RunSpec, and reports all
-mistakes."""
+"""The reader that turns a jobs file, or a mapping with its content, into a `RunSpec`, and reports all errors
+in it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ from weftune.jobs.spec.layer import (
     expand_shorthands,
     find_source_location,
     is_row_data,
-    merge_layers,
+    merge_over_defaults,
     sort_mistakes,
     source_locations,
 )
 from weftune.jobs.spec.lines import MAX_NODES, parse_yaml, read_yaml
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
-from weftune.jobs.sweeps.read import expand_sweep, trial_clashes
+from weftune.jobs.sweeps.read import expand_sweep, repeated_trial_names
 from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` may have regardless of the number of jobs. A job has about 40 keys."""
+"""Number of values that `defaults` in a jobs file may have, however few jobs there are. A job has about 40
+keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
 
 
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
-    """Read a jobs file, or raise one SpecError with all mistakes in it. `shape_of` returns the model shape of
-    a base, or None if it is unknown; with it, targets are checked too."""
+    """Read a jobs file, or raise one SpecError with all errors in it. If `shape_of` is given, the targets of
+    adapters are checked too. It returns the shape of a base, or None if that is unknown."""
     path = Path(path)
     document = read_yaml(path)
     reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
@@ -61,7 +62,8 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
 
 
 def read_added_run(text: str, path: Path, known_jobs: Sequence[str]) -> RunSpec:
-    """Read the content of a jobs file whose jobs join a run with `known_jobs`, from which they may start."""
+    """Read the content of a jobs file whose jobs are added to a run. They may start from the adapters of the
+    run's jobs, `known_jobs`."""
     document = parse_yaml(text, path.name)
     reader = _Reader(path.name, path.parent, document.lines, document.faults, known_jobs=known_jobs)
     return reader.run(document.values, path)
@@ -87,10 +89,10 @@ class _Reader:
     folder: Path
     lines: Mapping[Loc, int]
     yaml_mistakes: list[Mistake]
-    """Mistakes in the YAML syntax. No other mistakes are reported for the same values."""
+    """Errors in the YAML syntax. No other errors are reported for the same values."""
     shape_of: ShapeOf | None = None
     known_jobs: Sequence[str] = ()
-    """Names of jobs outside the file from which its jobs may start."""
+    """Names of jobs outside the jobs file from whose adapters its jobs may start."""
     mistakes: list[Mistake] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
@@ -132,7 +134,7 @@ class _Reader:
             raise SpecError([*sort_mistakes(mistakes), *dict.fromkeys(more_mistakes)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Return the mistakes in targets, or a mistake if the base cannot be inspected."""
+        """Return the errors in the targets of adapters, or one error if the base cannot be inspected."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:
@@ -242,7 +244,7 @@ class _Reader:
                     loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {format_value(keys)}"
                 )
                 continue
-            layer = merge_layers(defaults, self.layer(keys, loc))
+            layer = merge_over_defaults(defaults, self.layer(keys, loc))
             if "sweep" in keys:
                 sweep, trials, found = expand_sweep(layer, self.folder)
                 self.mistakes.extend(found)
@@ -256,7 +258,7 @@ class _Reader:
                 made.append(job)
                 places[job.name] = layer.places
         names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
-        for index, sentence in (*repeated_names(names), *trial_clashes(names, sweeps)):
+        for index, sentence in (*repeated_names(names), *repeated_trial_names(names, sweeps)):
             self.fault(("jobs", index, "name"), sentence)
         known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
@@ -278,8 +280,8 @@ class _Reader:
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
-        """Return the keys at `location` as a layer with shorthands expanded. Rows in a file are a mistake,
-        since they can be passed only from Python."""
+        """Return the keys at `location` with their source locations, with shorthands expanded. Rows in a jobs
+        file are an error, since they can be passed only from Python."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_row_data(data) else keys

@@ -11,7 +11,12 @@ from typing import Any
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.build import build_job
 from weftune.jobs.spec.keys import SECTIONS, unknown_key
-from weftune.jobs.spec.layer import expand_shorthands, layer_from_keywords, merge_layers, source_locations
+from weftune.jobs.spec.layer import (
+    expand_shorthands,
+    keys_from_keywords,
+    merge_over_defaults,
+    source_locations,
+)
 from weftune.jobs.spec.lines import parse_yaml
 from weftune.jobs.spec.spec import JobSpec, changed_keys, resolve_job
 from weftune.jobs.store.status import resume_line
@@ -33,7 +38,7 @@ class Retry:
     reason: str
     """Reason why the job had stopped."""
     changed: Mapping[str, tuple[Any, Any]]
-    """Maps each changed key, with dots, to the pair of its old and new values."""
+    """Maps each changed dotted key to the pair of its old and new values."""
     time: float
     """Time of the request in seconds since 1970."""
 
@@ -51,8 +56,8 @@ class Retry:
 def read_changes(
     assignments: Sequence[str], command: str | None = None, jobs: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read every `--set KEY=VALUE`; values are parsed as in the jobs file. `command` is the command that
-    resumes the run, and `jobs` are the jobs to retry."""
+    """Read the new values of keys from `--set KEY=VALUE`. Values are parsed as in the jobs file. `command` is
+    the command that resumes the run, and `jobs` are the jobs to retry."""
     changes: dict[str, Any] = {}
     mistakes: list[Mistake] = []
     for word in assignments:
@@ -82,13 +87,13 @@ def _refusal_message(key: str, restart: str) -> str:
 
 
 def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
-    """Return the job with these dotted keys changed, checked as if the jobs file contained the new values."""
+    """Return the job with these dotted keys changed. The new values are checked like those of a jobs file."""
     if not changes:
         return job
-    below = layer_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
+    below = keys_from_keywords({item.name: getattr(job, item.name) for item in fields(JobSpec)})
     nested = _nest_keys(changes)
     made, found = build_job(
-        JobSpec, merge_layers(below, expand_shorthands(nested, source_locations(nested))), Path.cwd()
+        JobSpec, merge_over_defaults(below, expand_shorthands(nested, source_locations(nested))), Path.cwd()
     )
     if made is None:
         raise SpecError([Mistake(f"--set {one.location}", one.sentence) for one in found])
@@ -96,8 +101,9 @@ def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Return the job from the jobs file with the changes of earlier retries. A key that now has neither the
-    old nor the new value in the file keeps its value, so that it is refused like any other change."""
+    """Apply the changes of earlier retries to a job that was read from the jobs file again. If the file has
+    neither the old nor the new value of a key, its value is kept, so that it is refused as an edit of the
+    file."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():
@@ -131,7 +137,7 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_value(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a resolved job; None if the job has no such key."""
+    """Return the value of a dotted key in a job's keys and values, or None if the job has no such key."""
     value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -1,5 +1,5 @@
-"""Validation of values, with one error message per invalid value: numbers out of range, and errors that
-pydantic reports."""
+"""Validation of the values in a job, with one error message per invalid value: numbers out of range, and
+errors that pydantic reports."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ EXPECTED: Mapping[Loc, str] = {
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
     ("base", "rope_scaling"): "a mapping such as {rope_type: yarn, factor: 4}",
 }
-"""Maps each location to a description of its allowed values, for types that do not describe themselves
-well."""
+"""Maps the locations of some values to descriptions of what is allowed there, for error messages. They are
+those whose types give unclear messages."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",
@@ -71,7 +71,7 @@ INNER: Mapping[Loc, str] = {
     ("sweep", "halving"): "halving",
     ("base", "rope_scaling"): "rope_scaling",
 }
-"""Maps each location of a section inside another section to its name."""
+"""Maps the location of each section that is nested in another section to the name of the nested section."""
 
 REQUIRED: Mapping[str, str] = {
     "name": "a name",
@@ -86,10 +86,10 @@ REQUIRED: Mapping[str, str] = {
     "factor": "factor: how many times longer the context becomes, such as 4",
     "patience": "patience: how many evaluations to wait",
 }
-"""Maps each required key to the words with which a message asks for it."""
+"""Maps each required key to its description in the error message if the key is missing."""
 MISSING = ("missing", "missing_argument")
 ANY = "*"
-"""Wildcard for every key of a mapping and every item of a list."""
+"""Wildcard in patterns of locations, which matches every key of a mapping and every item of a list."""
 
 
 @cache
@@ -98,7 +98,8 @@ def _type_adapter(record: type) -> TypeAdapter[Any]:
 
 
 def build(record: type, values: Mapping[str, Any], section: str = "job", root: Loc = ()) -> Any | list[Fault]:
-    """Create `record` from `values`, or return their faults; `root` is the values' location in the job."""
+    """Create the dataclass `record` from `values`, or return the errors in them. `root` is the location of
+    the values in the job."""
     try:
         return _type_adapter(record).validate_python(values)
     except ValidationError as error:
@@ -119,7 +120,8 @@ def _validation_faults(
 
 
 def _error_location(item: ErrorDetails, values: Any) -> Loc:
-    """Return pydantic's location without the names of union members, which are not keys of the values."""
+    """Return the location of an error that pydantic reports, without the names of union members, which are
+    not keys of the values."""
     loc = item["loc"]
     found: list[str | int] = []
     for index, part in enumerate(loc):
@@ -157,7 +159,7 @@ def find_section(location: Loc, section: str = "job") -> str:
 
 
 def choice_sentence(choices: Sequence[str], value: Any) -> str:
-    """Return the error message for a value that is none of the choices."""
+    """Return the error message for a value that is not one of the allowed choices."""
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     near = nearest_word(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
@@ -168,14 +170,17 @@ def choice_sentence(choices: Sequence[str], value: Any) -> str:
 
 
 def _type_bounds(type_hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
-    """Yield the location and range of every number below a type that has a `Bound` in its annotation."""
+    """Yield the location and the allowed range of every number in a type whose annotation contains a
+    `Bound`."""
     if is_dataclass(type_hint) or is_typeddict(type_hint):
         for name, below in get_type_hints(type_hint, include_extras=True).items():
             yield from _type_bounds(below, (*location, name))
     elif get_origin(type_hint) is Annotated:
         kinds = get_args(type_hint.__origin__) or (type_hint.__origin__,)
-        whole, none = int in kinds, NoneType in kinds
-        yield from ((location, replace(one, whole=whole, none=none)) for one in type_hint.__metadata__)
+        whole, allows_none = int in kinds, NoneType in kinds
+        yield from (
+            (location, replace(one, whole=whole, allows_none=allows_none)) for one in type_hint.__metadata__
+        )
     else:
         is_same = get_origin(type_hint) in (Union, UnionType, Required)
         for below in get_args(type_hint):
@@ -193,7 +198,8 @@ BOUNDS: Mapping[Loc, Bound] = {
 
 
 def bound_of_key(location: Loc) -> Bound | None:
-    """Return the allowed range of the number at `location`; None if the value there is not a number."""
+    """Return the allowed range of the number at `location` in a job, or None if the value there is not a
+    number."""
     for pattern, bound in BOUNDS.items():
         if len(pattern) == len(location) and all(
             part in (ANY, own) for part, own in zip(pattern, location, strict=True)
@@ -210,7 +216,7 @@ def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _matching_values(value: Any, pattern: Loc, location: Loc = ()) -> Iterator[tuple[Loc, Any]]:
-    """Yield every value that `pattern` matches, with its location; absent keys are skipped."""
+    """Yield every value whose location matches `pattern`, with the location. Absent keys are skipped."""
     if len(location) == len(pattern):
         yield location, value
         return

@@ -1,4 +1,4 @@
-"""The specs of a job and of a run, and the comparison of two versions of a job as plain mappings."""
+"""The specs of a job and of a run, and the comparison of two versions of a job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weftune.jobs.spec.layer import (
     Places,
     dotted_name,
     find_source_location,
-    layer_from_keywords,
+    keys_from_keywords,
     sort_mistakes,
 )
 from weftune.jobs.sweeps.spec import Sweep
@@ -55,7 +55,7 @@ class JobSpec:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    """Epsilon of the AdamW optimizer, as `betas` are its betas."""
+    """Epsilon of the AdamW optimizer."""
     clip: float | None = 1.0
     """Maximum gradient norm. None disables clipping."""
     seed: int = 0
@@ -67,14 +67,15 @@ class JobSpec:
     def __init__(self, **keys: Unpack[JobKeys]) -> None:
         if "sweep" in keys:
             raise SpecError(Mistake("sweep", "a JobSpec is one job; give a job with sweep as a mapping"))
-        job, found = build_job(JobSpec, layer_from_keywords(keys), Path.cwd())
+        job, found = build_job(JobSpec, keys_from_keywords(keys), Path.cwd())
         if job is None:
             raise SpecError(sort_mistakes(found))
         for item in fields(JobSpec):
             object.__setattr__(self, item.name, getattr(job, item.name))
 
     def total_steps(self, batches: int) -> int:
-        """Return the optimizer steps of the whole run if one epoch has `batches` global batches."""
+        """Return the number of optimizer steps of the job's whole training if one epoch has `batches` global
+        batches."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
@@ -83,7 +84,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """The content of one jobs file."""
+    """The content of one jobs file: the base, the output folder, and the jobs."""
 
     base: BaseSpec
     output: Path
@@ -95,7 +96,7 @@ class RunSpec:
     sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
-    """Maps each job name to the places where its keys were written."""
+    """Maps each job's name to the files and lines where its keys were written."""
 
     def locate(self, job: str, *location: str | int) -> str:
         """Return the file and line in which the user wrote the key of a job at `location`."""
@@ -107,7 +108,7 @@ class RunSpec:
 
 
 def locate_in_job(job: str, *location: str | int) -> str:
-    """Return the key at `location` of a job that was created in Python, as named in messages."""
+    """Return the name in messages of the key at `location`, for a job that was created in Python."""
     return f"job {job} {dotted_name(location)}"
 
 
@@ -118,7 +119,7 @@ def to_steps(value: float, total: int) -> int:
 
 
 def _decimal_fraction(value: float) -> Fraction:
-    """Return the exact fraction that the decimal digits of `value` denote. 0.07 of 100 steps is then 7 and
+    """Return the exact fraction that the decimal digits of `value` denote, so that 0.07 of 100 steps is 7 and
     not slightly more."""
     return Fraction(repr(float(value)))
 
@@ -137,7 +138,8 @@ def resolve_job(job: JobSpec) -> dict[str, Any]:
 
 
 def _data_values(data: DataSpec) -> dict[str, Any]:
-    """Return the keys of the data; rows passed from Python are replaced by their number."""
+    """Return the keys and values of a job's data. Rows that were passed from Python are replaced by their
+    number."""
     whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
     rows = whole.pop(ROWS)
     whole["columns"] = dict(data.columns)
@@ -161,7 +163,8 @@ def _to_plain_values(record: Any) -> dict[str, Any]:
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""Maps each key that older versions did not record in job.yaml to the value that they trained with."""
+"""Maps each key that older versions of Weftune did not record in job.yaml to the value that they trained
+with."""
 ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "target_parameters": [],
     "layers": None,
@@ -176,7 +179,7 @@ ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 
 def changed_keys(old_values: Mapping[str, Any], new_values: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys in which two resolved jobs differ; a list is compared as a whole."""
+    """Return the dotted keys in which the values of two jobs differ. A list is compared as a whole."""
     return sorted(_changed_keys(_add_missing_keys(old_values), _add_missing_keys(new_values), ()))
 
 

@@ -2,7 +2,8 @@
 
 A request is a file `inbox/*.json`, which the run reads at the end of a window. It deletes the file and writes
 its answer to `inbox/answers`, under the name of the request. Jobs files that were added are kept in
-`inbox/added`, from which `--resume` reads them again; a file that is no request is moved to `inbox/refused`.
+`inbox/added`, from which `--resume` reads them again. A file that is not a valid request is moved to
+`inbox/refused`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class FileRequest:
 
     verb: Verb
     job: str = ""
-    """Name of the job. Empty for the verb `add`."""
+    """Name of the job that the request is about. Empty if a jobs file is to be added."""
     priority: int = 0
-    """New priority. Used by the verb `priority` only."""
+    """New priority of the job, if the request is to change it."""
     file: str = ""
     """Absolute path of the jobs file to add. Paths in the file are relative to its folder."""
     text: str = ""
-    """Content of the jobs file, which may change or disappear before the run is resumed."""
+    """Content of the jobs file. It is recorded because the file may change or disappear before the run is
+    resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class RequestAnswer:
 
     accepted: bool
     sentence: str
-    """Sentence that says what the run has done, or why it refuses the request."""
+    """Sentence for the user that says what the run has done, or why it refuses the request."""
 
 
 def write_request(records: Path, request: FileRequest) -> Path:
@@ -101,7 +103,7 @@ def write_answer(request: Path, answer: RequestAnswer) -> None:
 
 
 def pop_answer(request: Path) -> RequestAnswer | None:
-    """Return the answer to a request and delete it; None if there is none yet."""
+    """Return the run's answer to a request and delete it. Return None if there is no answer yet."""
     path = answer_path(request)
     try:
         found: RequestAnswer = validate_record(RequestAnswer, json.loads(path.read_bytes()))
@@ -126,15 +128,15 @@ def keep_added_file(request: Path) -> None:
 
 
 def rename_damaged_request(request: Path) -> None:
-    """Move a file that is no request to the folder `refused`."""
+    """Move a file that is not a valid request from the inbox to its folder `refused`."""
     with suppress(OSError):
         (request.parent / REFUSED).mkdir(exist_ok=True)
         request.replace(request.parent / REFUSED / request.name)
 
 
 def added_runs(output: Path, known_jobs: Iterable[str]) -> Iterator[RunSpec]:
-    """Yield the jobs files that were added to earlier runs of this output. `known_jobs` are the other
-    jobs."""
+    """Yield the jobs files that were added to earlier runs into an output folder. Their jobs may start from
+    the adapters of `known_jobs`."""
     known = list(known_jobs)
     for request in _added_files(output):
         run = read_added_run(request.text, Path(request.file), known)
@@ -154,7 +156,7 @@ def _added_files(output: Path) -> Iterator[FileRequest]:
 
 
 def is_active(records: Path) -> bool:
-    """Whether a process trains into this folder."""
+    """Return whether a process is training into this output folder."""
     if not (records / LOCK).exists():
         return False
     try:
@@ -175,8 +177,8 @@ def find_inbox_folder(output: Path, job: str) -> Path:
 
 
 def read_run_status(output: Path) -> RunStatus:
-    """Return the status in the output folder, without those of several processes that divide the jobs. Empty
-    before the first status is written."""
+    """Return the status of a run from its output folder, without the statuses of processes among which the
+    jobs are divided. It is empty before the first status is written."""
     try:
         return read_status(output)
     except DamagedStatus:

@@ -62,7 +62,8 @@ def write_job_file(folder: Path, values: dict[str, Any]) -> None:
 
 
 def read_job_file(folder: Path) -> JobFile | None:
-    """Return a job's settings; None if the job never started. Raises DamagedJobFile or UnknownFormat."""
+    """Return the settings that a job was started with, or None if it never started. Raises DamagedJobFile or
+    UnknownFormat."""
     paths = folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE
     if not any(path.exists() for path in paths):
         return None
@@ -79,7 +80,8 @@ def read_job_file(folder: Path) -> JobFile | None:
 
 
 def recorded_data(values: Mapping[str, Any]) -> DataSpec:
-    """Return the data keys of the job in a job file. Raises TypeError or AttributeError for unknown keys."""
+    """Return the spec of a job's data from the values of its job.yaml. Raises TypeError or AttributeError for
+    unknown keys."""
     keys = values["job"].get("data") or {}
     path = keys.get("path") or ()
     sources = path if isinstance(path, str) else tuple(Source(**source) for source in path)
@@ -87,8 +89,8 @@ def recorded_data(values: Mapping[str, Any]) -> DataSpec:
 
 
 def _parse_job_file(content: bytes) -> dict[str, Any]:
-    """Parse a job file. Raises ValueError for content that Weftune has not written; a file without a
-    checksum, from an older version, must only have the right keys."""
+    """Parse a job file. Raises ValueError for content that Weftune has not written. A file from an older
+    version, without a checksum, is accepted if it has the right keys."""
     text, mark, checksum = content.rpartition(CHECKSUM_PREFIX)
     if mark and checksum.strip() != _checksum(text):
         raise ValueError("it does not match its checksum")
@@ -108,7 +110,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def rebuild_status(output: Path, damage_text: str) -> RunStatus:
-    """Rebuild the status from the jobs' folders and metrics. Jobs that failed or were cancelled are
+    """Rebuild the status of a run from the jobs' folders and metrics. Jobs that failed or were cancelled are
     recognised only if a damaged status can still be read in part."""
     told = _ended_jobs(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
@@ -131,7 +133,7 @@ def rebuild_status(output: Path, damage_text: str) -> RunStatus:
 
 def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
     """Derive the status of a job from its folder. It is finished if its adapter exists, and otherwise queued.
-    `lines` are the job's metrics lines, if they have already been read."""
+    `lines` are the job's lines of metrics, if they have been read already."""
     if lines is None:
         lines = [line for line in _read_lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
@@ -165,15 +167,16 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
 
 
 def _metric_key(spec: Any) -> str:
-    """Return the key of the job's `eval.metric` in metrics lines; empty if it has none."""
+    """Return the key under which lines of metrics contain the job's `eval.metric`, or an empty string if it
+    has none."""
     held_out = spec.get("eval") if isinstance(spec, Mapping) else None
     metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
     return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else ""
 
 
 def _ended_jobs(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that failed or were cancelled according to a damaged status file. These words are
-    trusted, since damage is unlikely to produce them."""
+    """Return the jobs that failed or were cancelled according to a damaged status file. These two states are
+    trusted, since damage is unlikely to produce their names."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():

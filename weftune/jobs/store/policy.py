@@ -1,9 +1,9 @@
 """Scheduling policies: the order in which jobs are considered for admission, and jobs that must wait.
 
-A policy is a pure function of records. It does not decide what fits in memory: it sets `priority` and `order`
-of every job's shape, by which `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs. A job is
-preempted only by one of higher effective priority, so a policy gives jobs that must not preempt one another
-the same effective priority.
+A policy is a pure function. It does not decide what fits in memory: it sets the priority and the position of
+every job, by which `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs. A job is preempted
+only by one of higher effective priority, so a policy gives jobs that must not preempt one another the same
+effective priority.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weftune.core.shapes import JobShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
-    """A job that trains or waits, with the facts that policies decide by."""
+    """A job that trains or waits, with the properties by which scheduling policies order jobs."""
 
     shape: JobShape
-    """Sizes of the job, with the `priority` that the user requested."""
+    """Sizes of the job, and the priority that the user requested."""
     is_attached: bool = False
     tenant: str = ""
-    submitted: int = 0
+    submission_number: int = 0
     """Serial number of the submission. Later submissions have larger numbers."""
     queued_seconds: float = 0.0
     """Total seconds for which the job has waited, including before its first admission."""
@@ -39,26 +39,27 @@ class TenantUsage:
     """The tokens that a tenant's jobs have trained on."""
 
     recent_tokens: float = 0.0
-    """Number of trained tokens, in which older tokens count less."""
+    """Number of trained tokens of the tenant's jobs, in which older tokens count less."""
     tokens_today: int = 0
-    """Number of tokens trained today."""
+    """Number of tokens that the tenant's jobs trained on today."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The shapes of all jobs that may train, with effective priorities and orders."""
+    """The jobs that may train, with the priorities and positions that a scheduling policy has given them."""
 
     waiting_jobs: tuple[JobShape, ...]
     attached_jobs: tuple[JobShape, ...]
     hold_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each job that must not train now, whether waiting or attached, to the reason."""
+    """Maps each job that must not train in the next window, whether waiting or attached, to the reason."""
 
 
 class Policy(Protocol):
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
     ) -> Ranking:
-        """Rank the jobs. `tenant_usage` maps tenants to usage; `current_time` is in seconds since 1970."""
+        """Return the jobs with the priorities and positions by which they are scheduled. `tenant_usage` maps
+        tenants to the tokens that they trained on, and `current_time` is in seconds since 1970."""
         ...
 
 
@@ -78,12 +79,11 @@ class FairShare:
     proportion to `weights`.
 
     Jobs are ordered by priority first. A job that has waited `ageing_seconds` counts as one priority higher,
-    so that no job waits forever, and a job that would miss its deadline if it waited longer goes before
-    others of its priority. Jobs of equal priority are ordered by the tokens that their tenant would have
-    received after them: those of the tenant's earlier jobs in this ranking, plus recently trained tokens in
-    multiples of `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever
-    number of jobs another tenant has, and tenants that do not fit together take turns that last about
-    `quantum_tokens`.
+    so that no job waits forever. A job that would miss its deadline if it waited longer goes before others of
+    its priority. Jobs of equal priority are ordered by the tokens that their tenant would have received after
+    them: those of the tenant's earlier jobs in this ranking, plus recently trained tokens in multiples of
+    `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever number of jobs
+    another tenant has, and tenants that do not fit together take turns that last about `quantum_tokens`.
     """
 
     quantum_tokens: int = 500_000
@@ -102,7 +102,11 @@ class FairShare:
         by_tenant: dict[str, list[QueuedJob]] = defaultdict(list)
         for job in sorted(
             jobs,
-            key=lambda job: (*self._aged_priority(job, current_time), not job.is_attached, job.submitted),
+            key=lambda job: (
+                *self._aged_priority(job, current_time),
+                not job.is_attached,
+                job.submission_number,
+            ),
         ):
             by_tenant[job.tenant].append(job)
         hold_reasons: dict[str, str] = {}
@@ -142,8 +146,8 @@ class FairShare:
 
 
 DEADLINE_MARGIN = 1.5
-"""A job is urgent if less than this multiple of its predicted time remains before its deadline. It exceeds 1
-because predictions assume that no further jobs are admitted."""
+"""A job is urgent if less than this multiple of its predicted remaining time is left until its deadline. The
+factor exceeds 1, since predictions assume that no further jobs are admitted."""
 
 
 def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:
@@ -151,7 +155,7 @@ def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranki
     with equal keys get the same priority and are ordered by submission."""
     levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
     ranked = {
-        job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submitted)
+        job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submission_number)
         for job in jobs
     }
     return Ranking(

@@ -1,11 +1,11 @@
 """The scheduler: which jobs are admitted at a window boundary, which are preempted, and why the others wait.
 
-`plan.layout.seats` has the rule: jobs are ordered by priority, attached jobs before waiting ones, then by the
-order of the file. An attached job is preempted (it is saved and queued again) only if that lets one of higher
-priority be admitted at this boundary. A job that does not fit may be overtaken by smaller ones behind it,
-`MAX_OVERTAKES` times; then no job behind it is admitted until it is attached, so that no stream of small
-jobs keeps a large one out. A job too large to run even alone is set aside and blocks no other. A job that
-waits for the adapter of another is not in the queue yet: it cannot be overtaken.
+The rule is implemented in `plan.layout.seats`. Jobs are ordered by priority, attached jobs before waiting
+ones, then by the order of the file. An attached job is preempted (it is saved and queued again) only if that
+lets one of higher priority be admitted at this boundary. A job that does not fit may be overtaken by smaller
+ones behind it, `MAX_OVERTAKES` times; then no job behind it is admitted until it is attached, so that no
+stream of small jobs keeps a large one out. A job that is too large to run even alone is removed from the
+queue. A job that waits for the adapter of another job is not in the queue yet, so it cannot be overtaken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, 
 @dataclass(frozen=True, slots=True)
 class Admission:
     admitted_names: tuple[str, ...]
-    preempted: Mapping[str, str]
+    preempted_by: Mapping[str, str]
     """Maps each preempted job to the job of higher priority that is admitted instead."""
     wait_reasons: Mapping[str, str]
     """Maps each waiting job to the reason why it must wait. Jobs that are preempted at this boundary are left
@@ -28,8 +28,8 @@ class Admission:
     too_large: Mapping[str, str]
     """Maps each job that cannot run even alone to the reason."""
     overtake_counts: Mapping[str, int]
-    """Maps each waiting job to the number of later jobs that were admitted before it. Input of the next
-    decision."""
+    """Maps each waiting job to the number of later jobs that were admitted before it. The next decision takes
+    it into account."""
 
 
 def admit_jobs(
@@ -38,19 +38,22 @@ def admit_jobs(
     fits: Fits,
     overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide which jobs are admitted and preempted at this boundary. `overtake_counts` is taken from the last
-    Admission. A job with a `source_job` waits until the caller clears that field, once the adapter exists."""
+    """Decide which jobs are admitted and preempted between two windows. `overtake_counts` is that of the last
+    Admission. A job that starts from another job's adapter waits until the caller clears its `source_job`,
+    once the adapter exists."""
     never = too_large(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
     seats = assign_seats(possible, attached_jobs, fits, overtake_counts)
-    present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated}
-    admitted = [job for job in seats.seated if job.name not in present]
+    present, seated = {job.name for job in attached_jobs}, {job.name for job in seats.seated_jobs}
+    admitted = [job for job in seats.seated_jobs if job.name not in present]
     order = order_for_seats(possible, attached_jobs)
     counts = _count_overtakes(order, seated, present, overtake_counts or {})
     return Admission(
         admitted_names=tuple(job.name for job in admitted),
-        preempted={job.name: _replacing_job(job, admitted) for job in seats.unseated if job.name in present},
+        preempted_by={
+            job.name: _replacing_job(job, admitted) for job in seats.unseated_jobs if job.name in present
+        },
         wait_reasons=_wait_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
@@ -69,8 +72,7 @@ def _count_overtakes(
     attached_names: set[str],
     previous_counts: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return a mapping from each job that is not admitted to the number of times that it has been
-    overtaken."""
+    """Map each job that is not admitted to the number of later jobs that were admitted before it."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(ranked_jobs):
@@ -84,11 +86,11 @@ def _count_overtakes(
 def _wait_reasons(
     seats: Seats, attached_names: set[str], counts: Mapping[str, int], fits: Fits
 ) -> dict[str, str]:
-    queue = [job for job in seats.unseated if job.name not in attached_names]
+    queue = [job for job in seats.unseated_jobs if job.name not in attached_names]
     reasons: dict[str, str] = {}
     behind = ""
     for job in queue:
-        reasons[job.name] = behind or fits([*seats.seated, job]) or ""
+        reasons[job.name] = behind or fits([*seats.seated_jobs, job]) or ""
         if counts[job.name] >= MAX_OVERTAKES:
             behind = f"it waits behind {job.name}, which no job may overtake any more"
         elif not behind:

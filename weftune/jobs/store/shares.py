@@ -1,8 +1,8 @@
 """Stores for several processes that train into one output, among which the jobs are divided into shares.
 
-The store of a share holds everything about its jobs, including earlier runs; the output's own store holds
-everything else. Merging the stores can be repeated, so that a run that is killed meanwhile neither loses nor
-duplicates data."""
+The store of a share contains all data about its jobs, including that of earlier runs; the output's own store
+contains all other data. Merging the stores can be repeated, so that a run that is killed meanwhile neither
+loses nor duplicates data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHARES_FILE = "shares.json"
 """File that records the last division of the jobs among processes, with the predicted and measured seconds of
 each process."""
 EXIT_SECONDS = 10.0
-"""Maximum seconds until processes notice that their launcher was killed."""
+"""Maximum seconds until processes that train shares of the jobs notice that their launcher was killed."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -45,7 +45,7 @@ def share_folder(output: Path, number: int) -> Path:
 
 
 def share_folders(output: Path) -> list[Path]:
-    """Return the existing folders of shares."""
+    """Return the folders of the processes among which the jobs of a run are divided, as far as they exist."""
     numbers = sorted(int(path.name) for path in (output / SHARES).glob("*") if path.name.isdecimal())
     return [share_folder(output, number) for number in numbers]
 
@@ -54,7 +54,8 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share, with all records of its jobs. All stores appear atomically."""
+    """Create a store for every share of the jobs, with all data about its jobs. All stores appear
+    atomically."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -84,7 +85,8 @@ def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
     """Merge the files of all shares (metrics, windows, and fitted models of time and memory) into those of
-    the output, and return the combined status. The caller writes it and calls `delete_shares`."""
+    the output, and return the combined status. The caller then writes the status and calls
+    `delete_shares`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -111,7 +113,8 @@ def delete_shares(output: Path) -> None:
 
 
 def read_shares(output: Path) -> list[RunStatus]:
-    """Return the statuses of the running shares, except those that cannot be read."""
+    """Return the statuses of the processes among which the jobs are divided, except those that cannot be
+    read."""
     found = []
     for folder in share_folders(output):
         with suppress(OutputError):
@@ -145,8 +148,8 @@ def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunSt
 
 
 def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
-    """Return the run's totals from before the jobs were divided. `run_status` may already include the work of
-    the shares."""
+    """Return the status with the run's totals from before the jobs were divided into shares. The totals in
+    `run_status` may already include the work of the shares."""
     try:
         totals: Any = json.loads((output / SHARES_FILE).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
@@ -174,7 +177,7 @@ def _save_fitted_models(output: Path, folders: Sequence[Path]) -> None:
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
-    """Record the measured seconds of every share in the file with the predicted seconds."""
+    """Add the measured seconds of every share to the file with their predicted seconds."""
     try:
         record: Any = json.loads((output / SHARES_FILE).read_bytes())
         for entry, share in zip(record["shares"], shares, strict=True):

@@ -32,8 +32,8 @@ class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
-    """State of a job that was stopped at its current step, by a request, by Ctrl-C, or because a file could
-    not be written. It can be resumed."""
+    """State of a job that was stopped before its end and can be resumed: by a request, by Ctrl-C, or because
+    a file could not be written."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -58,7 +58,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Return `new_state`. Raise an error if a job must not change from `old_state` to it."""
+    """Check that a job may change from `old_state` to `new_state`, and return `new_state`."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -78,19 +78,19 @@ class JobStatus:
     """Total number of optimizer steps; 0 until the samples are counted."""
     trained_tokens: int = 0
     eval_loss: float | None = None
-    """Validation loss of the adapter that is kept: at `best_step` with `keep: best`, otherwise at the last
-    evaluation."""
+    """Validation loss of the adapter in the job's folder: at `best_step` with `keep: best`, otherwise at the
+    last evaluation."""
     best_step: int | None = None
     best_loss: float | None = None
-    """Validation loss at `best_step`."""
+    """Validation loss of the best evaluation, which is at `best_step`."""
     score: float | None = None
-    """Value of the job's `eval.metric` for the adapter that is kept."""
+    """Value of the job's `eval.metric` for the adapter in the job's folder."""
     base_loss: float | None = None
     """Validation loss of the base without any adapter."""
     base_score: float | None = None
     """Value of the job's `eval.metric` for the base without any adapter."""
     warning: str = ""
-    """Problem with the adapter of a job that trained to its end; empty if there is none."""
+    """Problem with the adapter of a job that trained all its steps. Empty if there is none."""
     notes: tuple[str, ...] = ()
 
 
@@ -124,12 +124,12 @@ def to_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_text(status: RunStatus) -> str:
-    """Return `to_json` as the text of status.json. Only jobs that have changed since the last call are
+    """Return the content of status.json as a string. Only jobs that have changed since the last call are
     serialised again, since serialising thousands of jobs is slow."""
     whole = {item.name: getattr(status, item.name) for item in fields(RunStatus) if item.name != "jobs"}
     whole = {"format": FORMAT, **whole}
     names = [json_text(name) for name in status.jobs]
-    texts = [_job_texts(job) for job in status.jobs.values()]
+    texts = [_job_json(job) for job in status.jobs.values()]
     compact = ", ".join(f"{name}: {text}" for name, (text, _) in zip(names, texts, strict=True))
     checksum = _text_checksum(f'{json_text(whole)[:-1]}, "jobs": {{{compact}}}}}')
     indented = ",\n".join(f"    {name}: {text}" for name, (_, text) in zip(names, texts, strict=True))
@@ -142,8 +142,9 @@ _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 
 @lru_cache(maxsize=1 << 15)
-def _job_texts(job: JobStatus) -> tuple[str, str]:
-    """Return the compact text, from which the checksum is computed, and the text that is written."""
+def _job_json(job: JobStatus) -> tuple[str, str]:
+    """Return a job's status as two JSON strings: the compact one, from which the checksum is computed, and
+    the one that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
         return json_text(values), json_text(values, indent=2).replace("\n", "\n    ")
@@ -153,8 +154,8 @@ def _job_texts(job: JobStatus) -> tuple[str, str]:
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Parse a status. Raise ValueError for content that `to_json` did not write, UnknownFormat for a later
-    one."""
+    """Parse the status of a run. Raise ValueError for content that Weftune did not write, and UnknownFormat
+    for content of a later version."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
@@ -168,8 +169,8 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def status_checksum(values: Mapping[str, Any]) -> str:
-    """Return the checksum of `values` without the key `checksum`. It detects flipped bits that leave valid
-    JSON."""
+    """Return the checksum of a status, computed without the key `checksum`. It detects flipped bits that
+    leave valid JSON."""
     return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))
 
 
@@ -184,8 +185,8 @@ def job_from_json(value: Any) -> JobStatus:
 
 
 def validate_record(record: type, value: Mapping[str, Any]) -> Any:
-    """Create a record from a mapping, ignoring keys that the record does not have. Pydantic checks the types,
-    so that a hand-edited file fails here and not in the middle of a run."""
+    """Create a dataclass of type `record` from a mapping, ignoring keys that it does not have. Pydantic
+    checks the types, so that a hand-edited file fails here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
     return _type_adapter(record).validate_python({key: below for key, below in value.items() if key in names})
 
@@ -197,24 +198,24 @@ def _type_adapter(record: type) -> TypeAdapter[Any]:
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
-"""Key of metrics lines that contain an evaluation by which a sweep compares its trials."""
+"""Key in the lines of metrics for the loss by which a sweep compares its trials at a rung."""
 BASE_LOSS = "base_loss"
-"""Key of metrics lines that contain the loss of the base without any adapter on a job's held-out samples."""
+"""Key in the lines of metrics for the loss of the base without any adapter on a job's held-out samples."""
 FITTED_MODELS = "learned.json"
 """File with the fitted time and memory models, by which later windows are planned."""
 PREDICTION = "promise.json"
 """File with the predictions for a run's first window, which are written before it runs: layout, attached
 jobs, seconds, bytes."""
 WORKER_LOGS = "ranks"
-"""Folder for the logs of the other worker processes, which start before the run."""
+"""Folder for the logs of all worker processes but the first, which start before the run."""
 
 
 LOCK_TRIES = 3
 
 
 def lock_folder(folder: Path, displayed_folder: Path) -> int:
-    """Lock a folder until the process ends. Messages name it as `displayed_folder`. The lock file is not
-    deleted."""
+    """Lock a folder until the process ends. The lock file is not deleted. Error messages call the folder
+    `displayed_folder`."""
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -261,8 +262,8 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Return the status with all jobs in `states` queued again. Running jobs are those whose process was
-    killed."""
+    """Return the status with all jobs in `states` queued again. Jobs that are marked as running are those of
+    a killed process."""
     jobs = {
         name: replace(job, state=check_transition(job.state, State.QUEUED), reason="")
         if job.state in states
@@ -273,7 +274,7 @@ def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, S
 
 
 ON_REQUEST = "paused on request"
-"""Beginning of the reason of a job that was paused on request."""
+"""Beginning of the recorded reason if a job was paused on request."""
 
 
 def requested_pauses(status: RunStatus) -> frozenset[str]:
@@ -285,10 +286,11 @@ def requested_pauses(status: RunStatus) -> frozenset[str]:
 
 
 UNKNOWN_COMMAND = "weftune train jobs.yaml --resume"
-"""Command that is shown for outputs of old versions, which did not record it. The user inserts the name of
-the jobs file."""
+"""Command to resume a run that is shown for outputs of old versions, which did not record the command. The
+user inserts the name of the jobs file."""
 PYTHON_COMMAND = ""
-"""Recorded command of a run that was started from Python with jobs that are in no file."""
+"""Value that is recorded in place of the command to resume if a run was started from Python, with jobs that
+are in no file."""
 
 
 def train_command(
@@ -311,7 +313,7 @@ def resume_line(
     retry: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the line that resumes a run; `command` is the command recorded in its status.
+    """Return the command line that resumes a run. `command` is the command that is recorded in its status.
 
     Jobs of `restart` are trained from the beginning. Jobs of `retry` continue although they failed, with the
     dotted keys of `changes` set to new values.

@@ -1,5 +1,5 @@
 """The store of a run, which writes the status and the lines of metrics and windows to the output folder. If
-several processes divide the jobs of a run, each has a store."""
+the jobs of a run are divided among several processes, each process has a store."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class JobStore(Protocol):
     def records(self) -> Path: ...
 
     @property
-    def rebuilt(self) -> str:
-        """Sentence about the damage of a status that had to be rebuilt; empty otherwise."""
+    def rebuild_note(self) -> str:
+        """Sentence about the damage if the status had to be rebuilt. Empty otherwise."""
         ...
 
     @property
@@ -98,7 +98,8 @@ class JobStore(Protocol):
     def append_window(self, line: Mapping[str, Any]) -> None: ...
 
     def metric_lines(self, jobs: Collection[str]) -> Iterable[Mapping[str, Any]]:
-        """Return the recorded lines of metrics of these jobs; those of one job in the order of its steps."""
+        """Return the recorded lines of metrics of these jobs. The lines of each job are in the order of its
+        steps."""
         ...
 
     def write_status(self) -> None: ...
@@ -109,8 +110,8 @@ class JobStore(Protocol):
 
 
 def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
-    """Open and lock the output folder. Refuse a folder that is in use, that is not empty although `resume` is
-    False, or that does not exist although it is True. `command` is the shell command that resumes this
+    """Open and lock the output folder. Refuse a folder that is in use. Without `resume`, also refuse one that
+    is not empty and, with `resume`, one that does not exist. `command` is the shell command that resumes this
     run."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
@@ -128,7 +129,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
         status, rebuilt = _read_or_rebuild_status(output, resume, command)
         status = status if command is None else replace(status, command=command)
         store = _create_store(output, output, status, lock)
-        store.rebuilt = rebuilt
+        store.rebuild_note = rebuilt
         if (output / SHARES).exists():
             store.merge_shares()
             store.set_status(requeue_jobs(store.status))
@@ -139,7 +140,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
 
 
 def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
-    """Raise the errors that `open_store` would raise, without writing anything."""
+    """Raise an error if the output folder cannot be used for a run, without writing anything."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file; choose another --output")
@@ -153,8 +154,8 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one of several processes that divide the jobs, as created or as an earlier
-    process left it."""
+    """Open and lock the store of one of several processes among which the jobs are divided. The store must
+    exist already."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -165,14 +166,15 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
-    """Return a store whose unfinished jobs are queued."""
+    """Return the store of an output folder. Jobs that an earlier process did not finish are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
     store.requested_pauses = requested_pauses(status)
     return store
 
 
 def _read_or_rebuild_status(output: Path, resume: bool, command: str | None = None) -> tuple[RunStatus, str]:
-    """Return the status to resume from, and a sentence about its damage if it had to be rebuilt."""
+    """Return the status from which a run resumes, and a sentence about the damage if the status had to be
+    rebuilt."""
     left_over = {
         LOCK,
         WORKER_LOGS,
@@ -205,37 +207,38 @@ STATUS_SECONDS = 1.0
 
 
 class Store:
-    """The status of a run in memory and on disk, and its lines of metrics and windows. Created by
+    """The status of a run in memory and on disk, with its lines of metrics and windows. It is created by
     `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
-        """Folder that holds the jobs' folders."""
+        """Output folder of the run, which contains the folders of its jobs."""
         self.records = records
         """Folder of this store's own files: the output or, if several processes divide the jobs, a folder
         inside it."""
         self._run = status
-        """Status without the jobs and the time of the last write, which are separate attributes."""
+        """Status of the run without its jobs and the time of the last write, which are separate
+        attributes."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
         """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
-        self.rebuilt = ""
+        self.rebuild_note = ""
         """Sentence that says that the status was damaged, and how it was replaced. Empty if the status was
         intact."""
         self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock held while lines are appended and while the content for a write is collected."""
+        """Lock that is held while lines are appended and while the content of a write is collected."""
         self._disk = threading.RLock()
-        """Lock held while files are written or closed. It is acquired before `_one_writer`."""
+        """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
         self._written = float("-inf")
         """Time of the last attempt to write the status."""
         self._late: threading.Timer | None = None
         """Timer that will write the status within a second."""
         self._trouble: OutputError | None = None
-        """Error of the timer's last write, if it has not been raised yet."""
+        """Error of the last write in another thread, if it has not been raised yet."""
 
     def __enter__(self) -> Store:
         return self
@@ -245,11 +248,12 @@ class Store:
 
     @property
     def status(self) -> RunStatus:
-        """Current status. For a single job, `job` is cheaper: it does not copy all jobs."""
+        """Current status of the run. For the status of a single job, the method `job` is cheaper, since it
+        does not copy all jobs."""
         return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
 
     def set_status(self, status: RunStatus) -> None:
-        """Replace the current status."""
+        """Replace the current status of the run."""
         self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
 
     def resume_line(self, *, restart: Sequence[str] = (), retry: Sequence[str] = ()) -> str:
@@ -260,7 +264,8 @@ class Store:
         self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
     def record_totals(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
-        """Record the run's totals so far, including those from before a resumption."""
+        """Record the run's total seconds and peak memory so far, including those from before it was
+        resumed."""
         self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
     def note(self, sentence: str) -> None:
@@ -282,7 +287,7 @@ class Store:
             self._metrics.filter_lines(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
-        """Mark a job as paused, whatever its state was, so that this run does not train it."""
+        """Mark a job as paused, whatever its state was, so that the current run does not train it."""
         self.add_job(name)
         self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
@@ -297,7 +302,7 @@ class Store:
         )
 
     def explain_job(self, name: str, reason: str) -> None:
-        """Record why a queued job still waits."""
+        """Record the reason why a queued job waits."""
         assert self.job(name).state is State.QUEUED
         self._replace_job(name, replace(self.job(name), reason=reason))
 
@@ -330,7 +335,7 @@ class Store:
         self._replace_job(name, replace(self.job(name), base_score=score))
 
     def warn_job(self, name: str, sentence: str) -> None:
-        """Record a warning about the job's adapter; an empty sentence withdraws it."""
+        """Record a warning about the job's adapter. An empty sentence removes the warning."""
         self._replace_job(name, replace(self.job(name), warning=sentence))
 
     def add_note(self, name: str, sentence: str) -> None:
@@ -349,12 +354,13 @@ class Store:
     def drop_later_metrics(
         self, cursors: Mapping[str, int], evaluated_steps: Mapping[str, int] | None = None
     ) -> None:
-        """Drop the metrics that each job wrote after its cursor, which it will write again.
+        """Drop the lines of metrics that each job wrote after its step in `cursors`, from which it resumes.
+        The job will write them again.
 
-        A cursor of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their
-        lines. `evaluated_steps` is the last step that a job has evaluated, which may be less than its cursor.
-        Evaluations at rungs are kept, since a trial is evaluated there only once, and so is the loss of the
-        base alone, if the status has it.
+        A step of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their lines.
+        `evaluated_steps` maps each job to the last step that it has evaluated, which may be less than its
+        step in `cursors`. Evaluations at rungs are kept, since a trial is evaluated there only once. The loss
+        of the base alone is kept if the status contains it.
         """
         eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
@@ -385,15 +391,16 @@ class Store:
             self._windows.append(line)
 
     def write_status(self) -> None:
-        """Write everything to disk: the lines first, so that no status refers to missing lines.
+        """Write all lines and the status to disk. Lines are written first, so that no status refers to
+        missing lines.
 
-        If lines cannot be written, the status still is, and the OutputError is raised afterwards: a job's
-        state matters more than its curve. Appending lines never waits for the disk.
+        If they cannot be written, the status still is, since a job's state matters more than its curve;
+        OutputError is raised afterwards. Appending lines never waits for the disk.
         """
         files, troubles = (self._metrics, self._windows), []
         with self._disk:
             with self._one_writer:
-                self._cancel_delayed()
+                self._cancel_delayed_write()
                 self._written = time.monotonic()
                 troubles += _collect_errors(file.flush for file in files)
                 self._updated = time.time()
@@ -404,25 +411,28 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Whether the next change is written immediately, because the last write is at least `STATUS_SECONDS`
-        ago."""
+        """Return whether the next change of the status is written immediately, since the last write is at
+        least `STATUS_SECONDS` ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status in a thread, within a second. Raise the error of the last such write, if any."""
+        """Write the status in another thread within a second. Raise the error of the last write of this kind,
+        if there was one."""
         with self._one_writer:
             if self._late is None:
-                self._late = threading.Timer(max(0.0, self._seconds_until_write()), self._write_delayed)
+                self._late = threading.Timer(
+                    max(0.0, self._seconds_until_write()), self._write_delayed_status
+                )
                 self._late.daemon = True
                 self._late.start()
             trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise trouble
 
-    def _write_delayed(self) -> None:
+    def _write_delayed_status(self) -> None:
         with self._disk:
             # Otherwise it has been written meanwhile, or the store is closed.
             if self._late is threading.current_thread():
@@ -431,13 +441,13 @@ class Store:
                 except OutputError as error:
                     self._trouble = error
 
-    def _cancel_delayed(self) -> None:
+    def _cancel_delayed_write(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     def merge_shares(self) -> None:
-        """Merge the records of the shares into this store, and delete the shares' stores."""
+        """Merge the stores of all shares of the jobs into this store, and delete them."""
         # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()
@@ -448,7 +458,7 @@ class Store:
 
     def close(self) -> None:
         with self._disk, self._one_writer:
-            self._cancel_delayed()
+            self._cancel_delayed_write()
             self._metrics.close()
             self._windows.close()
         if self._lock is not None:
@@ -457,7 +467,7 @@ class Store:
 
 
 def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Call all functions, and return the errors that they raise."""
+    """Call all functions and return the OutputErrors that they raise."""
     found = []
     for write in write_functions:
         try:

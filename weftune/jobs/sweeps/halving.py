@@ -1,5 +1,5 @@
-"""Successive halving as a state machine, which decides how far each trial may train, and which trials wait or
-leave.
+"""Successive halving as a state machine, which decides how far each trial of a sweep may train, and which
+trials wait or leave.
 
 A rung is a step at which all trials of a generation are evaluated, and from which only the best continue. It
 is decided when each of its trials has been evaluated there or has ended, so a decision depends only on the
@@ -10,8 +10,8 @@ recorded values, in whatever order they arrive. Trials leave a sweep
 - between rungs, when their training loss does not fall (`LossTrend`).
 
 A trial that fails, is cancelled or leaves between rungs counts as the worst at the rungs that it has not
-passed. A trial that its own `early_stop` has ended is finished: at later rungs it does not take the place of
-another, and at the end it is ranked among the others.
+passed. A trial that was ended by its own `early_stop` counts as finished: it does not count among the trials
+that continue after later rungs, but is ranked with the others at the end.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 LEFT = "left the sweep at step"
 """Prefix of the reason of every trial that has left its sweep."""
 TREND_STEPS = 10
-"""Number of steps whose losses are averaged and compared."""
+"""Number of steps over which training losses are averaged before the averages are compared."""
 FIRST_TREND = 20
-"""First step at which a trial may leave because of its training loss."""
+"""Earliest step at which a trial can leave because of its training loss."""
 TREND_SHARE = 0.1
-"""Initial fraction of a trial's steps in which it does not leave because of its training loss."""
+"""Initial fraction of a trial's steps in which it cannot leave because of its training loss."""
 
 
 class TrialEnd(StrEnum):
-    """The states in which a trial can end."""
+    """The states in which a trial of a sweep can end."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -49,38 +49,39 @@ class TrialEnd(StrEnum):
 class EndedTrial:
     kind: TrialEnd
     step: int
-    """Last step that the trial made."""
+    """Last step that the trial executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The trials that continue after a comparison (a rung), and the trials that leave there, both best first.
-    Trials that failed or left earlier are in neither list."""
+    """The result of a comparison of trials at a rung: the trials that continue and those that leave, each the
+    best first. Trials that failed or left earlier are in neither list."""
 
     generation: int
     rung: int
     step: int
-    """Step of the rung for the generation's first trial. It differs between trials if the sweep searches over
-    numbers of steps."""
+    """Step of the rung for the generation's first trial. Other trials may have another step if the sweep
+    searches over numbers of steps."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
-    """Number of trials that began the rung."""
+    """Number of trials that took part in the rung."""
 
     def reason(self, trial: str, step: int) -> str:
         """Return the reason why a trial leaves the sweep at this rung."""
-        place = ordinal(len(self.kept) + self.left.index(trial) + 1)
+        place = ordinal_text(len(self.kept) + self.left.index(trial) + 1)
         survivors = "the best continues" if len(self.kept) == 1 else f"the best {len(self.kept)} continue"
         return f"{LEFT} {step}: {place} of {self.began}, {survivors}"
 
 
-def ordinal(number: int) -> str:
+def ordinal_text(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
-    """Return the steps of a trial at which it is compared with others (rungs), without its last step."""
+    """Return the steps of a trial's rungs, at which it is compared with other trials, without its last
+    step."""
     shares = () if halving is None else sorted(halving.at)
     return tuple(min(to_steps(share, steps), steps - 1) for share in shares)
 
@@ -89,8 +90,8 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
     """Return, for each rung, the first and the last step of the span over which weights are averaged for its
     evaluation.
 
-    A span is the last quarter of the steps so far, but begins after the previous rung. Empty if rungs
-    evaluate the latest weights."""
+    A span is the last quarter of the steps so far, but begins after the previous rung. Return an empty tuple
+    if rungs evaluate the latest weights."""
     if halving is None or halving.judge == "last":
         return ()
     rungs = rung_steps(halving, steps)
@@ -98,13 +99,15 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
     return tuple((first, rung) for first, rung in zip(firsts, rungs, strict=True) if first <= rung)
 
 
-def kept_trial_count(kept_share: float, count: int) -> int:
-    """Return how many of `count` trials continue after a rung."""
-    return count if kept_share >= 1 else max(1, to_steps(kept_share, count))
+def kept_trial_count(kept_fraction: float, count: int) -> int:
+    """Return how many of `count` trials continue after a rung, where `kept_fraction` is the fraction that
+    continues."""
+    return count if kept_fraction >= 1 else max(1, to_steps(kept_fraction, count))
 
 
 def sort_value(value: float | None, mode: Mode) -> float:
-    """Return a number that is lower for a better value; missing and infinite values are the worst."""
+    """Return a sort key that is lower for better values of a metric. Missing and infinite values are the
+    worst."""
     if value is None or not math.isfinite(value):
         return math.inf
     return value if mode == "min" else -value
@@ -112,31 +115,35 @@ def sort_value(value: float | None, mode: Mode) -> float:
 
 @dataclass(slots=True)
 class Rungs:
-    """The state of a sweep's trials."""
+    """The state of successive halving: the metrics of a sweep's trials at rungs, the decisions, and which
+    trials have ended."""
 
     spec: SweepSpec
     generations: list[tuple[str, ...]] = field(default_factory=list)
-    """Groups of trials that are compared with one another. `tpe` trains several groups, one after another."""
+    """Groups of trials that are compared with one another. Only `tpe` has several groups, which are trained
+    one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Maps each trial to its metric at each rung, by the rung's step. Only the first measurement is kept."""
+    """Maps each trial to its metric at each rung, by the step of the rung. Only the first measurement is
+    kept."""
     ended: dict[str, EndedTrial] = field(default_factory=dict)
-    _steps: dict[str, int] = field(default_factory=dict)
-    _generation: dict[str, int] = field(default_factory=dict)
+    _steps_by_trial: dict[str, int] = field(default_factory=dict)
+    _generation_by_trial: dict[str, int] = field(default_factory=dict)
 
     # -- events ------------------------------------------------------------------------------------------
 
     def begin_first_rung(self, trials: Sequence[str]) -> None:
         """Add a generation of trials, in the order of the file."""
-        self._generation |= dict.fromkeys(trials, len(self.generations))
+        self._generation_by_trial |= dict.fromkeys(trials, len(self.generations))
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
-        """Record a trial's total number of steps."""
-        self._steps[trial] = steps
+        """Record the total number of optimizer steps of a trial."""
+        self._steps_by_trial[trial] = steps
 
     def evaluate(self, trial: str, step: int, value: float | None) -> bool:
-        """Record a trial's value at a step. Return False if the step is not a rung or already has a value."""
+        """Record the metric of a trial at a step. Return False if the step is not a rung of the trial or
+        already has a value."""
         seen = self.values.setdefault(trial, {})
         if step not in self.rungs(trial) or step in seen:
             return False
@@ -147,7 +154,7 @@ class Rungs:
         self.ended.setdefault(trial, EndedTrial(kind, step))
 
     def apply_decision(self, decision: Decision) -> None:
-        """Apply a decision and mark the trials that leave as ended."""
+        """Apply the decision of a rung: mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
             self.end_trial(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
@@ -159,14 +166,18 @@ class Rungs:
         return (trial for generation in self.generations for trial in generation)
 
     def rungs(self, trial: str) -> tuple[int, ...]:
-        return rung_steps(self.spec.halving, self._steps[trial]) if trial in self._steps else ()
+        return (
+            rung_steps(self.spec.halving, self._steps_by_trial[trial])
+            if trial in self._steps_by_trial
+            else ()
+        )
 
     def steps(self, trial: str) -> int:
-        return self._steps.get(trial, 0)
+        return self._steps_by_trial.get(trial, 0)
 
     def limit(self, trial: str) -> int:
-        """Return the step up to which the trial may train now."""
-        generation = self._generation[trial]
+        """Return the step up to which the trial may train before the next decision."""
+        generation = self._generation_by_trial[trial]
         rung = len(self._decided_rungs(generation))
         rungs = self.rungs(trial)
         if rung < len(rungs) and self._begins_rung(trial, rung):
@@ -182,24 +193,25 @@ class Rungs:
         return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
     def wait_reason(self, trial: str) -> str:
-        """Return the reason why a trial waits at a rung."""
+        """Return a sentence that says why a trial waits at a rung."""
         return f"waits for the others at step {self.limit(trial)}"
 
     def pending_decisions(self) -> list[Decision]:
-        """Return the decisions that can be made now, at most one per generation, without applying them."""
+        """Return the decisions about rungs that can be made with the current metrics, at most one per
+        generation, without applying them."""
         found = (self._pending_decision(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
     def is_over(self) -> bool:
-        """Whether every trial has ended."""
+        """Whether every trial of the sweep has ended."""
         return all(trial in self.ended for trial in self.trials)
 
     def ranking(
         self, scores: Mapping[str, float | None], collapsed_losses: Mapping[str, float | None] | None = None
     ) -> list[str]:
         """Return the finished trials, the best first. `collapsed_losses` maps each trial that has collapsed,
-        or is no better than the base, to its validation loss. These trials follow all others, the lowest loss
-        first."""
+        or is no better than the base, to its validation loss. These trials are ranked after all others, the
+        lowest loss first."""
         doubtful = collapsed_losses or {}
 
         def key(trial: str) -> tuple[bool, float]:
@@ -245,20 +257,20 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Return whether a trial takes part in a rung. All trials take part in the first rung, and in every
-        later rung those that continued."""
-        return rung == 0 or trial in self._decided_rungs(self._generation[trial])[rung - 1].kept
+        """Return whether a trial takes part in a rung: all trials in the first one, and in every later one
+        those that continued."""
+        return rung == 0 or trial in self._decided_rungs(self._generation_by_trial[trial])[rung - 1].kept
 
 
 class LossTrend:
     """A check that a trial's training loss decreases.
 
     From step 20 or a tenth of the steps on, whichever is later, the mean loss of the last ten steps must be
-    below that of the first ten. The last step is not checked, since that would save no work."""
+    below that of the first ten. The last step is not checked, since no work could be saved there."""
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, to_steps(TREND_SHARE, steps))
-        self._steps = steps
+        self._steps_by_trial = steps
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=TREND_STEPS)
         self._step = 0
@@ -270,8 +282,8 @@ class LossTrend:
         self._last.append(loss)
 
     def leave_reason(self) -> str | None:
-        """Return the reason why the trial leaves at its current step, or None if it continues."""
-        if not self._from <= self._step < self._steps:
+        """Return the reason why the trial leaves the sweep at its current step, or None if it continues."""
+        if not self._from <= self._step < self._steps_by_trial:
             return None
         if len(self._first) < TREND_STEPS:
             # Lines of the metrics were lost, so the trend is unknown.
@@ -298,9 +310,9 @@ class Saving:
     rungs: tuple[int, ...]
     """Number of trials that begin each rung."""
     full_work: float
-    """Work of all trials if each is trained to its end."""
+    """Work of all trials together if none leaves the sweep."""
     expected_work: float
-    """Expected work of all trials with halving."""
+    """Expected work of all trials together with successive halving."""
 
     @property
     def share(self) -> float:

@@ -1,5 +1,5 @@
-"""The reader of the key `sweep` of a job. It returns the sweep and the jobs of all trials, which are checked
-before any is trained."""
+"""The reader of the key `sweep` of a job. It returns the sweep and the jobs of all trials. All of them are
+checked before any trial is trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weftune.jobs.spec.layer import (
     Places,
     expand_shorthands,
     find_source_location,
-    merge_layers,
+    merge_over_defaults,
     plain_values,
     sort_mistakes,
 )
@@ -44,7 +44,7 @@ from weftune.jobs.sweeps.spec import (
 from weftune.objectives.spec import OBJECTIVES
 
 MIN_RANGE = 1e-9
-"""Minimum width of a range relative to its values. It is far above the precision of floats."""
+"""Minimum width of a range of numbers, relative to its values. It is far above the precision of floats."""
 RANGE_KEYS = ("min", "max", "log")
 BEST_MODES = {
     "eval_loss": "min",
@@ -54,11 +54,12 @@ BEST_MODES = {
     "eval_accuracy": "max",
     "eval_margin": "max",
 }
-"""Maps each metric to the mode in which it is best. For a job's own `eval.metric`, the maximum is best."""
+"""Maps each metric to `min` or `max`, whichever value is best. For a job's own `eval.metric`, the maximum is
+best."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
-    """Return the sweep that a job's keys describe, or None, and the faults in it."""
+    """Return the spec of the sweep that a job's keys describe, or None, and the errors in it."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
         return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {format_value(value)}")]
@@ -92,8 +93,8 @@ def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
 def _contradiction_faults(
     value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
-    """Yield faults of keys that contradict each other. `has_invalid_over` says whether a part of `over` is
-    invalid."""
+    """Yield an error for each pair of a sweep's keys that contradict each other. `has_invalid_over` is
+    whether a part of `over` is invalid."""
     yield from _search_faults(value, over, has_invalid_over or not over)
     if job.get("eval") is None:
         at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
@@ -125,7 +126,8 @@ def _contradiction_faults(
 
 
 def _metric_of_answers(job: Mapping[str, Any]) -> str | None:
-    """Return the sweep's name for the job's `eval.metric`; None if the job has no such metric."""
+    """Return the name by which a sweep refers to the job's `eval.metric`, or None if the job has no such
+    metric."""
     held_out = job.get("eval")
     metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
     return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else None
@@ -267,7 +269,7 @@ def _range_faults(key: str, value: Mapping[str, Any], location: Loc) -> Iterator
     wrong = [
         Fault((*location, name), sentence)
         for name, end in ends
-        if (sentence := replace(bound, none=False).fault(end))
+        if (sentence := replace(bound, allows_none=False).fault(end))
     ]
     yield from wrong
     if len(ends) < 2:
@@ -298,7 +300,8 @@ def _range_key(name: str) -> str:
 
 
 def _not_a_range_message(key: str, value: Mapping[str, Any]) -> str:
-    """Return the message for a mapping that is not a range, such as a wrapped list or nested keys."""
+    """Return the error message for a mapping that is not a range of values, such as a wrapped list or nested
+    keys."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
     inside = [name for name in value if name in SECTIONS.get(key, ())]
@@ -308,7 +311,8 @@ def _not_a_range_message(key: str, value: Mapping[str, Any]) -> str:
 
 
 def _overlap_faults(over: Mapping[str, Choices]) -> Iterator[Fault]:
-    """Yield a fault for every key of `over` that sets the same value as an earlier key."""
+    """Yield an error for every key in a sweep's `over` that sets the same value of a job as an earlier
+    key."""
     ways = {key: leaf_locations(key, choices) for key, choices in over.items()}
     keys = list(over)
     for index, key in enumerate(keys):
@@ -330,20 +334,21 @@ def _shared_location(first_locations: Sequence[Loc], second_locations: Sequence[
 
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
-    """Return the job of a trial, including trials of later generations, which are in no file."""
-    job, found = build_job(JobSpec, trial_layer(sweep, trial), sweep.folder)
+    """Return the job of a sweep's trial. The trial may be of a later generation, which is in no file."""
+    job, found = build_job(JobSpec, trial_keys(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(sort_mistakes(found))
     return job
 
 
-def trial_layer(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial. The places of values that `over` sets are those in `over`."""
+def trial_keys(sweep: Sweep, trial: Trial) -> Layer:
+    """Return the keys of a trial with their source locations. Values that a sweep's `over` sets have their
+    location in `over`."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
         places |= _value_locations(sweep, key, value)
-    laid = merge_layers(job, expand_shorthands(nest_values(trial.values), places))
+    laid = merge_over_defaults(job, expand_shorthands(nest_values(trial.values), places))
     return Layer({**laid.values, "name": trial.name}, laid.places)
 
 
@@ -367,8 +372,8 @@ def _value_locations(sweep: Sweep, key: str, value: Any) -> Places:
 def expand_sweep(
     keys: Layer, folder: Path
 ) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
-    """Return a job's sweep, and the jobs of its trials with the places of their keys. If there are mistakes,
-    return them instead."""
+    """Return a job's sweep, and the jobs of its trials with the source locations of their keys. If there are
+    errors, return them instead."""
     spec, faults = read_sweep(keys.values)
     found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, keys_without_sweep(keys), folder)
@@ -379,14 +384,14 @@ def expand_sweep(
     for key, choices in spec.over.items():
         # Every value by itself, including those that no draw has hit yet.
         for values in () if isinstance(choices, ValueRange) else grid_combinations({key: choices}):
-            wrong += build_job(JobSpec, trial_layer(sweep, Trial(name, values)), folder)[1]
+            wrong += build_job(JobSpec, trial_keys(sweep, Trial(name, values)), folder)[1]
     if job is None or wrong:
         return None, [], wrong
     sweep = replace(sweep, trials=TrialSearch(name, spec, job.seed).first_generation())
     jobs: list[tuple[JobSpec, Places]] = []
     mistakes: dict[str, Mistake] = {}
     for trial in sweep.trials:
-        layer = trial_layer(sweep, trial)
+        layer = trial_keys(sweep, trial)
         made, wrong = build_job(JobSpec, layer, folder)
         for mistake in wrong:
             mistakes.setdefault(mistake.location, mistake)
@@ -394,8 +399,8 @@ def expand_sweep(
     return (None, [], list(mistakes.values())) if mistakes else (sweep, jobs, [])
 
 
-def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
-    """Yield the index of every job whose sweep has a trial with a name that is already used, with the
+def repeated_trial_names(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[int, str]]:
+    """Yield the index of every job whose sweep has a trial with a name that is already used, with the error
     message."""
     owners = {
         name.lower(): index for index, name in reversed(list(enumerate(names))) if isinstance(name, str)
@@ -417,7 +422,7 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
 def sweep_warnings(
     sweeps: Iterable[Sweep], jobs: Mapping[str, JobSpec], steps: Mapping[str, int]
 ) -> list[str]:
-    """Return the warnings about all sweeps; `steps` maps each known trial to its number of steps."""
+    """Return the warnings about all sweeps of a run. `steps` maps each known trial to its number of steps."""
     return [
         f"{sweep.name}: {sentence}"
         for sweep in sweeps
@@ -426,7 +431,8 @@ def sweep_warnings(
 
 
 def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
-    """Warn if trials are compared by their losses although a key of `over` changes what the loss measures."""
+    """Warn if trials are compared by their losses although a key of the sweep's `over` changes what the loss
+    measures."""
     key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
     first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
     if key is None or first is None or sweep.spec.metric != "eval_loss":
@@ -441,7 +447,8 @@ def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Warn if the first rung is within the warm-up, where learning rates make no difference yet."""
+    """Warn if the first rung is within the warm-up of the learning rate, where learning rates hardly make a
+    difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

@@ -1,6 +1,6 @@
 """The file sweep.json, which holds the state of a sweep. It is written at every change, and read to resume or
-to show the sweep. Functions derive facts from it: the trials from best to worst, the values in which they
-differ, and the rungs."""
+to show the sweep. The order of the trials from best to worst, the values in which they differ, and the rungs
+are computed from it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
-"""Folder of the winners' adapters, inside the folder of the sweep."""
+"""Folder of the best trials' adapters, inside the folder of the sweep."""
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """Return the folder of a winner's adapter in the sweep's folder: `best` itself if only one trial is
-    kept."""
+    """Return the folder of a winning trial's adapter in the sweep's folder. It is `best` itself if only one
+    trial is kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -50,14 +50,14 @@ class TrialRecord:
     """Maps each step at which trials are compared to the trial's metric there. None if the metric was not
     finite."""
     score: float | None = None
-    """Metric of the trial: that of its adapter if the trial has finished, that of the rung at which it was
+    """Metric of the trial: that of its adapter if the trial has finished, that at the rung where it was
     dropped, or otherwise that of its last evaluation."""
     score_step: int | None = None
-    """Step of the weights for which `score` was measured."""
+    """Step of the weights for which the trial's metric was measured."""
     warning: str = ""
     """Problem with a finished trial's adapter. Such a trial is ranked after all other finished trials."""
     left_at: int | None = None
-    """Step at which the trial left or failed."""
+    """Step at which the trial left the sweep or failed."""
     generation: int = 0
     """Index of the trial's generation. With `tpe`, later generations are proposed from the results of earlier
     ones."""
@@ -66,9 +66,9 @@ class TrialRecord:
 @dataclass(frozen=True, slots=True)
 class SampleCount:
     trained: int = 0
-    """Number of samples that all trials have trained on so far."""
+    """Number of samples that all trials together have trained on so far."""
     all: int = 0
-    """Number of samples that all trials would train on if no trial left the sweep."""
+    """Number of samples that all trials together would train on if no trial left the sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +81,23 @@ class SweepRecord:
     at: tuple[float, ...] = ()
     """Fractions of the steps after which trials are compared and some of them leave."""
     share: float | None = None
-    """Fraction of the trials that continue after each comparison."""
+    """Fraction of the trials that continue after each rung."""
     judge: Judge | None = None
-    """Weights with which trials are compared. None in records of old versions, which used the last
-    weights."""
+    """Weights with which trials are compared: their mean or the last ones. None in files of old versions,
+    which used the last weights."""
     steps: int = 0
-    """Number of steps of the first trial. Others may differ if the sweep searches over numbers of steps."""
+    """Number of steps of the first trial. Other trials may have another number if the sweep searches over
+    numbers of steps."""
     rungs: tuple[int, ...] = ()
     """Steps of the first trial's rungs, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
-    """Trials so far. With `tpe`, later generations are added when they are proposed."""
+    """Trials of the sweep so far. With `tpe`, later generations are added when they are proposed."""
     expected: int = 0
-    """Expected total number of trials, at least the number so far."""
+    """Expected total number of trials of the sweep, including those that are not proposed yet."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
-    """Trials whose adapters are in `best`, the best first. Empty until the sweep has ended."""
+    """Names of the winning trials, whose adapters are kept in the folder `best`, the best first. Empty until
+    the sweep has ended."""
     samples: SampleCount = SampleCount()
 
     @property
@@ -114,7 +116,7 @@ class DamagedSweep(OutputError):
 
 
 def write_record(folder: Path, record: SweepRecord) -> None:
-    """Write the record of a sweep. Raises OutputError if it cannot be written."""
+    """Write the state of a sweep to its folder. Raises OutputError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,8 +126,8 @@ def write_record(folder: Path, record: SweepRecord) -> None:
 
 
 def read_record(folder: Path) -> SweepRecord | None:
-    """Return the sweep's record in a folder, or None if there is none. Raises DamagedSweep, or UnknownFormat
-    for a later version."""
+    """Return the state of a sweep that its folder contains, or None if there is none. Raises DamagedSweep, or
+    UnknownFormat for a file of a later version."""
     path = folder / SWEEP_FILE
     try:
         value = json.loads(path.read_bytes())
@@ -147,7 +149,7 @@ def read_record(folder: Path) -> SweepRecord | None:
 
 
 def records_in(output: Path) -> list[SweepRecord]:
-    """Return the records of a run's sweeps, except those that cannot be read."""
+    """Return the states of a run's sweeps from its output folder, except those that cannot be read."""
     found = []
     for path in sorted(output.glob(f"*/{SWEEP_FILE}")):
         with suppress(OutputError):
@@ -157,7 +159,8 @@ def records_in(output: Path) -> list[SweepRecord]:
 
 
 def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
-    """Return the trials of later generations from earlier runs into `output`, which no jobs file names."""
+    """Return the names of the trials that earlier runs into `output` proposed as later generations. No jobs
+    file names them."""
     mine = [record for record in records_in(output) if record.name in sweeps]
     return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 
@@ -182,9 +185,9 @@ _METRIC_TITLES = {
 _ENDED = ("finished", "left", "failed")
 STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
-"""Length in characters up to which a number never has an exponent."""
+"""Maximum length, in characters, up to which a number is always written without an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""Maps states of trials to sort keys. All other states have the sort key 1."""
+"""Maps states of trials to their sort keys in the table of trials. All other states have the sort key 1."""
 
 
 def metric_title(metric: str) -> str:
@@ -194,8 +197,7 @@ def metric_title(metric: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungRow:
-    """A row of the table of rungs, which are steps at which trials are compared. At the last rung the
-    remaining trials end."""
+    """A row of the table of a sweep's rungs. At the last rung, the remaining trials end."""
 
     step: int
     generation: int
@@ -203,18 +205,19 @@ class RungRow:
     started_count: int
     """Number of trials that begin this rung."""
     evaluated_count: int
-    """Number of the rung's trials that have reached its step, or have ended before it."""
+    """Number of the trials of a rung that have reached its step or ended before it."""
     kept_count: int | None = None
     """Number of trials that continue after the rung. None until the rung is decided."""
     lost_count: int = 0
-    """Number of trials that failed or left before this step."""
+    """Number of trials of a rung that failed or left before its step."""
     worst_kept_score: float | None = None
-    best_dropped: float | None = None
+    best_dropped_score: float | None = None
 
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
-    """Return the trials in the displayed order: finished trials by score, then unfinished and then dropped
-    ones, those with the most steps first, and finally failed ones. Ties are in the order of the file."""
+    """Return the trials in the order in which they are displayed: finished trials by score, then unfinished
+    and dropped ones, those with the most steps first, and finally failed ones. Ties are in the order of the
+    file."""
     return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 
@@ -228,54 +231,57 @@ def _rank_key(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]
 
 
 def base_sentence(record: SweepRecord) -> str:
-    """Return a sentence if no trial improved on the base; empty if one did or the sweep has not ended."""
+    """Return a sentence that no trial of a sweep improved on the base. Return an empty string if one did or
+    the sweep has not ended."""
     if not (best := winners(record)) or not best[0].warning:
         return ""
     return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
 
 
-def leaders(record: SweepRecord, count: int) -> list[TrialRecord]:
-    """Return the best `count` trials that are still in the sweep and have a score."""
+def leading_trials(record: SweepRecord, count: int) -> list[TrialRecord]:
+    """Return the `count` best trials among those that have a score and have neither left the sweep nor
+    failed."""
     still = [trial for trial in rank_trials(record) if trial.state not in ("left", "failed")]
     return [trial for trial in still if trial.score is not None][:count]
 
 
 def winners(record: SweepRecord) -> list[TrialRecord]:
-    """Return the trials whose adapters are in `best`, the best first."""
+    """Return the winning trials of a sweep, whose adapters are kept in the folder `best`, the best first."""
     trials = {trial.name: trial for trial in record.trials}
     return [trials[name] for name in record.best if name in trials]
 
 
 def counts(record: SweepRecord) -> Mapping[str, int]:
-    """Return a mapping from each state to its number of trials, without zeros."""
+    """Map each state to the number of trials in it, without zeros."""
     found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}
 
 
-def trained_share(record: SweepRecord) -> float | None:
-    """Return the fraction of samples trained so far, relative to training all trials to their end."""
+def trained_fraction(record: SweepRecord) -> float | None:
+    """Return the number of samples that a sweep has trained on so far, as a fraction of the samples if no
+    trial left."""
     return record.samples.trained / record.samples.all if record.samples.all else None
 
 
 # -- values ---------------------------------------------------------------------------------------------
 
 
-def flatten(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key, which begins with `prefix`, and the value of every leaf of a nested mapping."""
+def flatten_mapping(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf of a nested mapping. Keys begin with `prefix`."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(f"{prefix}{key}.", value)
+            yield from flatten_mapping(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value
 
 
 def flat_trial_values(trial: TrialRecord) -> dict[str, Any]:
-    """Return a mapping from dotted keys to values; `adapter: {rank: 8}` becomes `adapter.rank: 8`."""
-    return dict(flatten("", trial.values))
+    """Map dotted keys to a trial's values, such as `adapter.rank: 8` for `adapter: {rank: 8}`."""
+    return dict(flatten_mapping("", trial.values))
 
 
 def swept_keys(record: SweepRecord) -> tuple[str, ...]:
-    """Return the keys in which trials differ, in the order of the file."""
+    """Return the dotted keys in which a sweep's trials differ, in the order of the file."""
     flats = [flat_trial_values(trial) for trial in record.trials]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     apart = [key for key in keys if any(flat.get(key) != flats[0].get(key) for flat in flats)]
@@ -283,13 +289,13 @@ def swept_keys(record: SweepRecord) -> tuple[str, ...]:
 
 
 def shorten_keys(keys: Sequence[str]) -> Mapping[str, str]:
-    """Return a mapping from each key to its last part, if that is unique: `rank` for `adapter.rank`."""
+    """Map each dotted key to its last part, if that is unique, such as `adapter.rank` to `rank`."""
     tails = Counter(key.rpartition(".")[2] for key in keys)
     return {key: tail if tails[tail := key.rpartition(".")[2]] == 1 else key for key in keys}
 
 
 def setting_text(value: Any) -> str:
-    """Format a value briefly: `3.14e-4`, `0.05`, `64`, `q_proj, v_proj`."""
+    """Format the value of a setting briefly, such as `3.14e-4`, `0.05`, `64` or `q_proj, v_proj`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -314,8 +320,8 @@ def number_text(value: float) -> str:
 
 
 def rung_rows(record: SweepRecord) -> list[RungRow]:
-    """Return the rungs of all generations, sorted by generation and step. The last step is included. Empty
-    without halving."""
+    """Return the rows of the table of rungs, sorted by generation and step, including the last step. Return
+    an empty list without halving."""
     if len(record.rungs) < 2:
         return []
     generations = sorted({trial.generation for trial in record.trials})
@@ -345,13 +351,13 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
             kept_count=len(kept),
             lost_count=max(0, decision.began - len(kept) - len(dropped)),
             worst_kept_score=rung_value(worst, rung) if worst is not None else None,
-            best_dropped=rung_value(best, rung) if best is not None else None,
+            best_dropped_score=rung_value(best, rung) if best is not None else None,
         )
         began = [trials[name] for name in kept if name in trials]
 
 
 def rung_value(trial: TrialRecord, rung: int) -> float | None:
-    """Return the trial's value at a rung, counted from 0; None if the trial has not reached that rung."""
+    """Return the metric of a trial at a rung, counted from 0, or None if the trial has not reached it."""
     steps = sorted(trial.at_rungs, key=int)
     return trial.at_rungs[steps[rung]] if rung < len(steps) else None
 
@@ -375,7 +381,7 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
 
 
 def rung_sentence(row: RungRow) -> str:
-    """Return a sentence about a rung for the terminal."""
+    """Return a sentence about the trials at a rung, for the terminal."""
     if row.kept_count is not None:
         return f"step {row.step}: {row.kept_count} of {row.started_count} went on"
     verb = "ended" if row.is_last else "evaluated"

@@ -1,9 +1,9 @@
-"""A sweep inside a run. Between windows, it tells the loop which trials continue, wait or leave, as
-`halving.py` decides.
+"""A sweep inside a run. Between windows, it tells the training loop which trials continue, wait or leave, as
+successive halving decides.
 
-A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
-then it continues, is detached to wait until the other trials reach the same rung, or leaves. Every decision
-is written to sweep.json before it takes effect, so a resumed run follows earlier decisions.
+A trial is a job like any other. Its sweep sets the step up to which it may train, a rung, and evaluates it
+there. The trial then continues, is detached to wait until the other trials reach the same rung, or leaves.
+Every decision is written to sweep.json before it takes effect, so a resumed run follows earlier decisions.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from weftune.jobs.sweeps.spec import Judge, Sweep, Trial
 
 
 def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) -> None:
-    """Put the winners' adapter folders into `best` atomically, with hard links if the file system supports
-    them.
+    """Put the adapters of a sweep's winning trials into its folder `best`, atomically and with hard links if
+    the file system supports them.
 
-    With `has_one_winner`, `best` itself becomes the adapter folder. Otherwise `best` contains a folder for
-    each winner, with its name."""
+    With `has_one_winner`, `best` itself becomes the adapter folder. Otherwise it contains one folder per
+    winner, with the trial's name."""
     partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
     for path in (partial, old):
         shutil.rmtree(path, ignore_errors=True)
@@ -55,7 +55,7 @@ def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) ->
         shutil.copytree(
             winner,
             partial if has_one_winner else partial / winner.name,
-            copy_function=_link_or_copy,
+            copy_function=_link_or_copy_file,
             ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
         )
     if (folder / BEST).exists():
@@ -65,7 +65,7 @@ def link_winners(folder: Path, winners: Sequence[Path], has_one_winner: bool) ->
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _link_or_copy_file(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -78,7 +78,7 @@ Metrics = Mapping[str, float | None]
 NO_METRICS: Metrics = {}
 
 
-def _metrics_in(line: Mapping[str, Any], prefix: str) -> Metrics:
+def _prefixed_metrics(line: Mapping[str, Any], prefix: str) -> Metrics:
     """Return the metrics in a line of metrics.jsonl whose names begin with `prefix`. The prefix is removed
     from the names."""
     return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
@@ -89,20 +89,20 @@ ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State
 
 @dataclass(frozen=True, slots=True)
 class TrialOrders:
-    """Instructions to the loop about trials between two windows."""
+    """Instructions of a sweep to the training loop about its trials, given between two windows."""
 
     step_limits: Mapping[str, int] = field(default_factory=dict)
     """Maps each trial to the step up to which it may train."""
     promoted_trials: Sequence[str] = ()
     """Trials that waited at a rung and now continue."""
     rest_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each attached trial that must wait for others to the reason."""
+    """Maps each attached trial that must wait for other trials to the reason."""
     leave_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningSweep:
-    """A sweep of a run. `jobs` maps names to all jobs of the run. `search` proposes later generations; None
-    if all trials are known."""
+    """A sweep of a run in progress. `jobs` maps names to all jobs of the run. `search` proposes later
+    generations, and is None if all trials are known."""
 
     def __init__(
         self,
@@ -120,38 +120,39 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """Weights that the rungs evaluate. None without halving, or if the record is from an old version that
-        evaluated the last weights, as this run then does."""
+        """Weights with which trials are evaluated at rungs. None without halving, or if the sweep was begun
+        by an old version, which evaluated the last weights; this run then does so, too."""
         self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
-        """Function that is called with the record whenever it is written."""
+        """Function that is called with the state of the sweep whenever that is written."""
         self._search = search
         self._values: dict[str, dict[int, float | None]] = {}
         """Maps each trial to its metric by step, measured with its current weights."""
         self._trends: dict[str, LossTrend] = {}
         self._entered: set[str] = set()
         self._scores: dict[str, tuple[float | None, int | None]] = {}
-        """Maps each trial that had ended when the record was written to its score and the score's step."""
+        """Maps each trial that had ended when the sweep was recorded to its metric and the step at which this
+        was measured."""
         self._leaving: set[str] = set()
-        """Trials that leave at the end of this window because of their training loss."""
+        """Trials that leave at the end of the current window because of their training loss."""
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = search is None
-        """Whether no further generation will be proposed."""
+        """Whether no further generation of trials will be proposed."""
         self._reasons: dict[str, str] = {}
-        """Maps each trial that could not become a job to the reason."""
+        """Maps each proposed trial that cannot be trained to the reason."""
 
     @property
-    def decides(self) -> bool:
-        """Whether this process decides which trials continue."""
+    def decides_rungs(self) -> bool:
+        """Whether the current process decides which trials of the sweep continue."""
         return True
 
     # -- before the jobs are made ready ------------------------------------------------------------------
 
     def restore(self, retried_trials: Collection[str] = ()) -> list[Trial]:
-        """Continue from the record, if there is one. Return the trials of later generations, which are not
-        jobs yet. Trials that left in a run killed before it recorded their state are cancelled, except those
-        in `retried_trials`, which continue at the user's request."""
+        """Continue the sweep from its recorded state, if there is one. Return the trials of later
+        generations, which are not jobs yet. Trials that left in a run killed before it recorded their state
+        are cancelled, except those in `retried_trials`, which continue at the user's request."""
         record = self._read_record()
         generations = [self.sweep.trials]
         if record is not None:
@@ -176,7 +177,7 @@ class RunningSweep:
         for name, reason in self._unfinished_leaves():
             self.store.add_job(name)
             self.store.move_job(name, State.CANCELLED, reason)
-        if record is not None and self.store.rebuilt:
+        if record is not None and self.store.rebuild_note:
             self._copy_ended_trials(record, retried_trials)
         self._drop_checkpoints()
         self.read_metrics()
@@ -236,7 +237,8 @@ class RunningSweep:
         self.best, self._written = record.best, record
 
     def _copy_ended_trials(self, record: SweepRecord, retried_trials: Collection[str]) -> None:
-        """Copy the ends of trials from the record to the status, which may have been rebuilt without them."""
+        """Copy the final states of trials from the sweep's file to the run's status, which may have been
+        rebuilt without them."""
         states = {"left": State.CANCELLED, "failed": State.FAILED}
         for trial in record.trials:
             if trial.state not in states or trial.name not in self.store or trial.name in retried_trials:
@@ -245,15 +247,16 @@ class RunningSweep:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
-        """Yield each trial that a recorded decision drops, but whose status has not ended, with the
-        reason."""
+        """Yield each trial that a recorded decision has dropped but that is not marked as ended in the run's
+        status, with the reason."""
         for decision in self.rungs.decisions:
             for name in decision.left:
                 if name not in self.store or not self.store.job(name).state.ended:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
     def refuse_retries(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
-        """Refuse to restart or retry a trial if the sweep has already made decisions without it."""
+        """Raise an error if a trial is to be restarted or retried although the sweep has already made
+        decisions without it."""
         for name in (name for name in names if name in self.trials):
             steps = [
                 one.step
@@ -283,10 +286,10 @@ class RunningSweep:
         for line in self.store.metric_lines(self.trials):
             job, step = line["job"], line["step"]
             if RUNG_LOSS in line:
-                found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _metrics_in(line, "rung_")
+                found = line[RUNG_LOSS], line.get("rung_token_accuracy"), _prefixed_metrics(line, "rung_")
                 self.record_rung_evaluation(job, step, *found)
             elif "eval_loss" in line:
-                found = line["eval_loss"], line.get("eval_token_accuracy"), _metrics_in(line, "eval_")
+                found = line["eval_loss"], line.get("eval_token_accuracy"), _prefixed_metrics(line, "eval_")
                 self.record_evaluation(job, step, *found)
             elif line.get("loss") is not None:
                 self._loss_trend(job).add_loss(step, line["loss"])
@@ -298,14 +301,14 @@ class RunningSweep:
 
     @property
     def evaluates_mean_weights(self) -> bool:
-        """Whether the rungs evaluate the mean of a trial's last weights."""
+        """Whether trials are evaluated at rungs with the mean of their last weights."""
         return self._judge == "mean"
 
     # -- inside a window ---------------------------------------------------------------------------------
 
     def record_step(self, name: str, step: int, loss: float) -> str | None:
-        """Record a step's loss; return the reason if the trial leaves now, else None. The last trial never
-        leaves, whatever its loss, so that a sweep ends with an adapter."""
+        """Record the loss of a trial's step. Return the reason if the trial leaves the sweep now, or else
+        None. The last trial never leaves, whatever its loss, so that a sweep ends with an adapter."""
         trend = self._loss_trend(name)
         trend.add_loss(step, loss)
         reason = trend.leave_reason()
@@ -315,7 +318,7 @@ class RunningSweep:
         return reason
 
     def _has_other_trials(self, name: str) -> bool:
-        """Return whether another trial has finished or may still finish."""
+        """Return whether another trial of the sweep has finished or may still finish."""
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
@@ -340,7 +343,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of the weights by which the rungs compare trials."""
+        """Record an evaluation of a trial at a rung, with the weights by which trials are compared."""
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
@@ -349,7 +352,7 @@ class RunningSweep:
     def _trial_metric(
         self, loss: float | None, token_accuracy: float | None, metrics: Metrics
     ) -> float | None:
-        """Return the value by which trials are compared, from the results of an evaluation."""
+        """Return the metric by which trials are compared, from the results of an evaluation."""
         metric = self.sweep.spec.metric
         known = {"loss": loss, "mean_token_accuracy": token_accuracy, **metrics}
         return known.get(metric.removeprefix("eval_"))
@@ -362,7 +365,8 @@ class RunningSweep:
     # -- between windows ---------------------------------------------------------------------------------
 
     def trial_orders(self, attached: Mapping[str, int], delivering_trials: Collection[str]) -> TrialOrders:
-        """Record ended trials and the rungs that can be decided; return the resulting orders."""
+        """Record ended trials and decide the rungs that can be decided. Return the resulting instructions to
+        the training loop."""
         if self._finished:
             return TrialOrders()
         self._record_ended_trials(delivering_trials)
@@ -389,8 +393,8 @@ class RunningSweep:
         )
 
     def _decide_rungs(self, attached: Mapping[str, int]) -> None:
-        """Decide the rungs and record the decisions. A decision that cannot be recorded has no effect, and is
-        tried again later."""
+        """Decide all rungs that can be decided, and record the decisions. A decision that cannot be recorded
+        has no effect and is made again later."""
         decided = deepcopy(self.rungs) if self.rungs.pending_decisions() else self.rungs
         while pending := decided.pending_decisions():
             for decision in pending:
@@ -410,7 +414,8 @@ class RunningSweep:
                 self.rungs.end_trial(name, ENDS[state], status.step)
 
     def propose_trials(self) -> Sequence[Trial]:
-        """Record and return the next generation of trials. Empty unless all trials so far have ended."""
+        """Record and return the next generation of trials. Return an empty sequence unless all trials so far
+        have ended."""
         if self._search is None or self._exhausted or not self.rungs.is_over():
             return ()
         ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
@@ -427,7 +432,7 @@ class RunningSweep:
         return ()
 
     def record_refusal(self, trial: str, reason: str) -> None:
-        """Record that a proposed trial has failed, because it cannot be trained."""
+        """Record that a proposed trial has failed because it cannot be trained."""
         self._reasons[trial] = reason
         self.rungs.end_trial(trial, TrialEnd.FAILED, 0)
 
@@ -447,7 +452,7 @@ class RunningSweep:
         return True
 
     def _store_record(self, record: SweepRecord) -> None:
-        """Write the record to disk. Raises OutputError if it cannot be written."""
+        """Write the state of the sweep to disk. Raises OutputError if it cannot be written."""
         write_record(self.folder, record)
 
     def _sweep_record(self, rungs: Rungs, attached: Mapping[str, int] | None = None) -> SweepRecord:
@@ -524,12 +529,12 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: that of its adapter if the trial has finished, that of the rung at which
-        it was dropped, or otherwise that of its last evaluation."""
+        """Return a trial's metric: that of its adapter if the trial has finished, that at the rung where it
+        was dropped, or otherwise that of its last evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
-        """Return a trial's score and the step at which it was measured."""
+        """Return the metric of a trial and the step at which it was measured."""
         if name in self._scores and name not in self._entered:
             return self._scores[name]
         at_rungs = rungs.values.get(name, {})
@@ -549,13 +554,14 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def awaited_trial(self) -> str:
-        """Return the name of a trial for which other trials wait although no job is training any more; empty
-        if there is none."""
+        """Return the name of a trial that other trials wait for although no job is training any more, or an
+        empty string."""
         living = (name for name in self.trials if name not in self.rungs.ended)
         return next((name for name in living if name not in self.resting), "")
 
     def finish(self) -> None:
-        """Record the state of the sweep; if every trial has ended, put the winners' adapters into `best`."""
+        """Record the state of the sweep. If every trial has ended, put the adapters of the winning trials
+        into the folder `best`."""
         self._record_ended_trials(())
         self._decide_rungs({})
         trained = [name for name in self.trials if name not in self._reasons]
@@ -587,13 +593,15 @@ class RunningSweep:
             )
 
     def _keep_winners(self, winners: tuple[str, ...]) -> None:
-        """Put the winners' adapters into `best`. Raises OSError if they cannot be written."""
+        """Put the adapters of the sweep's winning trials into the folder `best`. Raises OSError if they
+        cannot be written."""
         if not self._has_winners(winners):
             paths = [self.store.output / name for name in winners]
             link_winners(self.folder, paths, has_one_winner=self.sweep.spec.keep == 1)
 
     def _has_winners(self, winners: tuple[str, ...]) -> bool:
-        """Whether the folder `best` and the record's field `best` both contain the given winners."""
+        """Return whether the given trials are already recorded as winners and the folder `best` contains
+        their adapters."""
         folder = self.folder / BEST
         if self.sweep.spec.keep == 1:
             # Outputs of earlier versions have the one winner in a folder of its name there.
@@ -603,19 +611,19 @@ class RunningSweep:
 
 
 class SweepInShare(RunningSweep):
-    """A sweep in one of several processes that divide the jobs. Its trials train up to their next rung and
-    wait there.
+    """A sweep in one of several processes among which the jobs are divided. Its trials train up to their next
+    rung and wait there.
 
     The launcher, which sees the trials of all processes, decides the rungs between rounds of training,
-    proposes trials and writes the record."""
+    proposes trials and records the state of the sweep."""
 
     @property
-    def decides(self) -> bool:
+    def decides_rungs(self) -> bool:
         return False
 
     def _has_other_trials(self, name: str) -> bool:
-        """Return whether another trial of this process may still finish. Trials of other processes do not
-        count, since all of them may leave."""
+        """Return whether another trial of this process has finished or may still finish. Trials of other
+        processes do not count, since all of them may leave."""
         own = {one for one in self.trials if one in self.store}
         lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(own - lost - self._leaving - {name})

@@ -32,24 +32,25 @@ if TYPE_CHECKING:
     import optuna
 
 GENERATIONS = 4
-"""Number of generations with TPE. Each is proposed when the previous one has ended."""
+"""Number of generations of trials that TPE proposes. Each is proposed when the previous one has ended."""
 MAX_REPEATS = 50
-"""Maximum number of consecutive proposals that repeat other trials. Afterwards, the remaining trials of a
-generation are drawn at random."""
+"""Maximum number of consecutive proposals of TPE that repeat other trials. After that, the remaining trials
+of a generation are drawn at random."""
 PATIENCE = 20
-"""Maximum number of consecutive draws that repeat earlier draws. After that, values are drawn with one more
-digit."""
+"""Maximum number of consecutive random trials that repeat earlier ones. After that, values are drawn with one
+more digit."""
 
 
 def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
-    """Return every combination of the values of all keys. The last key changes fastest."""
+    """Return every combination of the values of all keys of a grid. The last key changes fastest."""
     lists = [choices for choices in over.values() if not isinstance(choices, ValueRange)]
     assert len(lists) == len(over), "a grid has no ranges"
     return [dict(zip(over, values, strict=True)) for values in product(*lists)]
 
 
 def combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials; infinite if a range contains fractions."""
+    """Return the number of distinct trials that a sweep can have, or infinity if a range contains
+    fractions."""
     return math.prod(_count_choices(choices) for choices in over.values())
 
 
@@ -88,12 +89,13 @@ def draw_combinations(
 
 
 def combination_key(values: Mapping[str, Any]) -> str:
-    """Return a text that identifies a combination of values, whatever the order of its keys."""
+    """Return a string that is equal for equal combinations of values, whatever the order of their keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
 def _draw_value(choices: Choices, quantile: float, digits: int) -> Any:
-    """Return the value of `choices` at `quantile`, from 0 (included) to 1 (excluded)."""
+    """Return the value of a range or list `choices` at `quantile`, a number from 0 (included) to 1
+    (excluded)."""
     if not isinstance(choices, ValueRange):
         return choices[int(quantile * len(choices))]
     low, high = choices.min, choices.max
@@ -114,8 +116,8 @@ def is_integer_range(choices: ValueRange) -> bool:
 
 
 def round_value(choices: ValueRange, value: float, digits: int = 3) -> float:
-    """Round a value of a range to `digits` digits of the range's width or, on a logarithmic range, of the
-    value itself if that is smaller."""
+    """Round a value of a range to `digits` digits, relative to the width of the range. On a logarithmic
+    range, they are relative to the value itself if that is smaller."""
     first = _power_of_ten(choices.max - choices.min)
     if choices.log:
         first = min(first, _power_of_ten(value))
@@ -129,7 +131,8 @@ def _power_of_ten(value: float) -> int:
 
 
 def generations(trials: int) -> Iterator[int]:
-    """Yield the sizes of TPE's generations: a quarter of the trials each, the last with the remainder."""
+    """Yield the number of trials in each of TPE's generations: a quarter of all trials each, where the last
+    one also has the remainder."""
     size = -(-trials // GENERATIONS)
     for start in range(0, trials, size):
         yield min(size, trials - start)
@@ -149,7 +152,8 @@ SHORT: Mapping[str, str] = {
 BY_VALUE = ("schedule", "targets")
 """Keys that are left out of trial names, since their values are clear by themselves."""
 LEAST_OF_SWEEP = 16
-"""Minimum number of characters that a long trial name keeps of the sweep's name."""
+"""Minimum number of characters of the sweep's name that remain in a trial's name if it has to be
+shortened."""
 
 
 def trial_names(
@@ -200,12 +204,14 @@ def _trial_name(sweep: str, locations: Sequence[Loc], values: Mapping[str, Any])
     value_at = {
         loc: value for key, value in values.items() for loc, value in leaf_values(location_of(key), value)
     }
-    tail = "-".join(part for loc in locations if loc in value_at and (part := _name_part(loc, value_at[loc])))
+    tail = "-".join(
+        part for loc in locations if loc in value_at and (part := _trial_name_part(loc, value_at[loc]))
+    )
     head = sweep[: max(LEAST_OF_SWEEP, MAX_NAME_LETTERS - 1 - len(tail))]
     return f"{head}-{tail}"[:MAX_NAME_LETTERS].rstrip("-.") if tail else head
 
 
-def _name_part(location: Loc, value: Any) -> str:
+def _trial_name_part(location: Loc, value: Any) -> str:
     key, text = str(location[-1]), value_text(value)
     if key in BY_VALUE:
         return text
@@ -217,7 +223,7 @@ def _name_part(location: Loc, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a value in the few characters that a name has room for: `3e-4`, `0.05`, `cosine`."""
+    """Format a value briefly for the name of a trial, such as `3e-4`, `0.05` or `cosine`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -258,17 +264,18 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials. It has no state: the same results give the same trials, also if the
-    process was killed and resumes."""
+    """The source of a sweep's trials. It has no state, so the same results lead to the same trials, even
+    after a run was killed and resumed."""
 
     name: str
     spec: SweepSpec
     seed: int
     used_names: tuple[str, ...] = ()
-    """Names of the run's other jobs."""
+    """Names of the run's other jobs, which trials must not have."""
 
     def first_generation(self) -> tuple[Trial, ...]:
-        """Return all trials of a grid or of random draws; for `tpe`, a first generation drawn at random."""
+        """Return the trials with which a sweep begins: all trials of a grid or of random draws or, for `tpe`,
+        a first generation drawn at random."""
         over, count = self.spec.over, self.spec.trials
         if count is None:
             return self._name_trials(grid_combinations(over))
@@ -276,8 +283,8 @@ class TrialSearch:
         return self._name_trials(draw_combinations(over, count, self.seed))
 
     def next_generation(self, ended_trials: Ends) -> tuple[Trial, ...]:
-        """Return the next generation, given all trials so far; empty if there is none. The sampler is seeded
-        with their number."""
+        """Return the next generation of trials, given all trials so far with their metrics. Return an empty
+        tuple if there is none. The sampler's seed depends on the number of trials so far."""
         # Sorted by name: the order in which trials ended depends on the clock and must not matter.
         known = sorted(ended_trials, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:
@@ -299,7 +306,8 @@ class TrialSearch:
     def _propose_combinations(
         self, study: optuna.Study, ended_trials: Ends, count: int, seed: int
     ) -> list[Mapping[str, Any]]:
-        """Return `count` combinations that are distinct from one another and from those in `ended_trials`."""
+        """Return `count` combinations of values that TPE proposes, distinct from one another and from those
+        in `ended_trials`."""
         over = self.spec.over
         distributions = {key: _distribution(choices) for key, choices in over.items()}
         before = [trial.values for trial, _ in ended_trials]
@@ -317,8 +325,9 @@ class TrialSearch:
         return proposed + draw_combinations(over, count - len(proposed), seed, [*before, *proposed])
 
 
-def later_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
-    """Return the search that proposes later generations of a sweep; None if all trials are already known."""
+def later_generation_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
+    """Return the search that proposes later generations of a sweep, or None if all trials are already
+    known."""
     if sweep.spec.search != "tpe":
         return None
     return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(used_names))
@@ -351,7 +360,8 @@ def _optuna_study(spec: SweepSpec, ended_trials: Ends, seed: int) -> optuna.Stud
 
 
 def _distribution(choices: Choices) -> optuna.distributions.BaseDistribution:
-    """Return Optuna's distribution of the choices; values of a list are represented by their index."""
+    """Return Optuna's distribution for the values that a key may have. Values of a list are represented by
+    their index."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(choices, ValueRange):
@@ -373,7 +383,8 @@ def _optuna_choice(choices: Choices, param: Any) -> Any:
 
 @contextmanager
 def _silence_optuna() -> Iterator[None]:
-    """Silence Optuna, which logs every study and warns about experimental features."""
+    """Return a context manager that silences Optuna, which logs every study and warns about experimental
+    features."""
     try:
         import optuna
     except ImportError:

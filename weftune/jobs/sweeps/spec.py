@@ -1,5 +1,5 @@
-"""Data classes for the key `sweep` of a job and for its trials, and the conversion of dotted keys in `over`
-to locations in a job."""
+"""Dataclasses for the key `sweep` of a job and for its trials, and the conversion of dotted keys in `over` to
+locations in a job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_TRIALS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """A range of numbers from `min` to `max`, which are integers if both ends are. With `log`, numbers are
-    uniform in their logarithm."""
+    """A range of numbers from `min` to `max`, from which a sweep draws values. The values are integers if
+    both ends are. With `log`, their logarithms are distributed uniformly."""
 
     min: float
     max: float
@@ -29,20 +29,21 @@ class ValueRange:
 
 
 Choices = tuple[Any, ...] | ValueRange
-"""Values that a key may have: a range, or a list, whose items may be mappings."""
+"""Values that a key may have in a sweep: a range, or a list, whose items may be mappings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """A rule that evaluates all trials at each share `at` of their steps and keeps a share `keep` of them."""
+    """The rule of successive halving: all trials are evaluated at the fractions `at` of their steps, and a
+    fraction `keep` of them continues."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     at: tuple[Annotated[float, Bound(above=0, below=1, meaning="a share of the steps")], ...]
     keep: Annotated[float, Bound(above=0, below=1, meaning="a share of the trials")]
     judge: Judge = "mean"
-    """Weights with which trials are compared: the mean over the last quarter of a trial's steps so far, or
-    its latest weights."""
+    """Weights with which trials are compared: their mean over the last quarter of a trial's steps so far, or
+    the latest weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class SweepSpec:
     mode: Mode = "min"
     halving: Halving | None = None
     keep: Annotated[int, Bound(at_least=1, at_most=MAX_TRIALS)] = 1
-    """Number of best trials whose adapters are kept in `best`."""
+    """Number of best trials whose adapters are kept in the folder `best`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
-    """Maps each dotted key of `over` to this trial's value."""
+    """Maps each dotted key that the sweep varies to the value in this trial."""
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Pairs of a trial and its last metric, which is None if the trial has none."""
+"""Pairs of an ended trial and its last metric, which is None if the trial has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +87,21 @@ class Sweep:
     """Trials of the sweep. With `tpe`, these are only the trials of the first generation, since later ones
     depend on their results."""
     keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
-    """Keys of the job as written, including `sweep`. The values of a trial are merged over them."""
+    """Keys of the job as the user wrote them, including `sweep`. The values of a trial are merged over
+    them."""
     folder: Path = field(default=Path(), repr=False, compare=False)
     """Folder that the job's paths are relative to."""
 
 
 def location_of(key: str) -> Loc:
-    """Return the location of a dotted key: `("adapter", "rank")` for `adapter.rank`. Patterns at the end of a
-    key may contain dots."""
+    """Return the location of a dotted key, such as `("adapter", "rank")` for `adapter.rank`. Patterns at the
+    end of a key may contain dots."""
     return tuple(key.split(".", 2))
 
 
 def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's values as nested keys of a job: `{"adapter.rank": 8}` becomes `{"adapter": {"rank":
-    8}}`."""
+    """Return a trial's values as nested keys of a job, such as `{"adapter": {"rank": 8}}` for
+    `{"adapter.rank": 8}`."""
     whole: dict[str, Any] = {}
     for key, value in values.items():
         *above, last = location_of(key)
@@ -124,7 +126,7 @@ def leaf_values(location: Loc, value: Any) -> Iterator[tuple[Loc, Any]]:
 
 
 def leaf_locations(key: str, choices: Choices) -> list[Loc]:
-    """Return the locations of everything that any value of `choices` sets."""
+    """Return the locations of all values in a job that any value in `choices` sets for `key`."""
     if isinstance(choices, ValueRange):
         return [location_of(key)]
     return list(dict.fromkeys(loc for value in choices for loc, _ in leaf_values(location_of(key), value)))

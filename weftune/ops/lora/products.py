@@ -75,7 +75,7 @@ def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
     if isinstance(weight, Tensor):
         return Operands(dy_TN, weight.T)
     codes_TN, scale_T = row_codes(dy_TN, weight.scale(), weight.output_maxima)
-    return Operands(codes_TN, weight.turned(), scale_T)
+    return Operands(codes_TN, weight.transposed_codes(), scale_T)
 
 
 def matrix_like(like: Tensor, weight: Right) -> Tensor:

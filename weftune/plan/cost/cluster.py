@@ -19,7 +19,7 @@ GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
 """Link of PCIe 4.0 with sixteen lanes, with the bandwidth that copies reach in practice."""
 USABLE_SHARE = {True: 0.92, False: 0.85}
-"""Share of the memory of a GPU (key True) and of a CPU (key False) that a run may use."""
+"""Fraction of the memory of a GPU (key True) and of a CPU (key False) that a run may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Device:
     nvlink: float = 0.0
     """Bandwidth to another device in one direction, in bytes per second; 0 without NVLink."""
     max_bytes: int | None = None
-    """Bytes that a run may use. None selects the share in `USABLE_SHARE`."""
+    """Device bytes that a run may use. None selects the default fraction of the device's memory."""
 
     @property
     def is_gpu(self) -> bool:
@@ -71,7 +71,7 @@ class Cluster:
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
     def simulator_cluster(self) -> PricedCluster:
-        """Return the cluster in the form that the simulator of schedules takes."""
+        """Return the devices and links in the form that the simulator of pipeline schedules takes."""
         return PricedCluster(
             devices=len(self.devices),
             link=self.link,
@@ -134,7 +134,7 @@ def parse_cluster(text: str) -> Cluster:
 def make_cluster(
     devices: Sequence[Device], link: str | Link | None, root_sizes: Sequence[int] = ()
 ) -> Cluster:
-    """Return a cluster of the given devices. The default link is nvlink if every device has it, or else pcie.
+    """Return a cluster of the given devices. The default link is NVLink if every device has it, or else PCIe.
     By default, all devices are under one PCIe root complex."""
     nvlink = min((device.nvlink for device in devices), default=0.0)
     if not devices:
@@ -163,8 +163,8 @@ def limit_memory(cluster: Cluster, max_bytes: int) -> Cluster:
 
 
 def cluster_from_values(values: Any, source: str) -> Cluster:
-    """Return the cluster that the parsed contents of a cluster file describe. Error messages call the file
-    `source`."""
+    """Return the cluster that the parsed contents of a cluster file describe. `source` is the name of the
+    file in error messages."""
     if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
         raise PlanError(Mistake(source, "must be a mapping with devices: a list such as [4xA100-80G]"))
     _check_keys(values, KEYS, source)

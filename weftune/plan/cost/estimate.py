@@ -1,7 +1,7 @@
 """Costs of layers and stages, and the time of a pass estimated without measurements: its FLOPs divided by a
 fixed share of the device's data-sheet peak.
 
-If the device has been profiled, a `Speed` made from the profile replaces the one made from the data sheet.
+If the device has been profiled, measured throughput replaces the throughput of the data sheet.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
-"""Share of the peak FLOP/s that matrix products of the base reach. The values come from one step on an H200
-and one on a CPU with two cores, and are guesses for all other devices."""
+"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one step on
+an H200 and in one on a CPU with two cores; for other devices they are guesses."""
 ADAPTER_EFFICIENCY = 0.1
-"""Share of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are narrow
-and read all inputs again."""
+"""Fraction of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are
+narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass (forward or backward) over one layer, in addition to the time of its rows."""
 CODED_SPEED = 1.7
@@ -40,14 +40,14 @@ class Speed:
     bandwidth: float
     launch_seconds: float
     source: str
-    """Text for the user that says where these numbers come from."""
+    """Source of the throughput numbers, as a string for the user."""
     attention_flops: float = 0.0
-    """FLOP/s that attention reaches. 0 selects `flops`."""
+    """FLOP/s that attention reaches. 0 means that attention is as fast as the matrix products of the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutline:
-    """The facts about a job that a forecast needs."""
+    """The properties of a job that a forecast of its time and memory needs."""
 
     shape: JobShape
     ranks: Mapping[str, int]
@@ -66,8 +66,8 @@ class BaseLayer:
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. If products of
-    quantised weights are faster, they count as fewer FLOPs."""
+    """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. Quantised weights
+    count as fewer FLOPs if their products are faster."""
     square_flops: int
     """FLOPs of attention in the forward of one sample, divided by the square of its length in tokens."""
     weight_bytes: int
@@ -92,11 +92,11 @@ def data_sheet_speed(device: Device) -> Speed:
     )
 
 
-def base_layers(shape: ModelShape, kept_bytes: int, separates_ends: bool) -> tuple[BaseLayer, ...]:
+def base_layers(shape: ModelShape, kept_bytes: int, has_separate_ends: bool) -> tuple[BaseLayer, ...]:
     """Return the parts of the base in order: embedding, layers and head. Each layer keeps `kept_bytes` bytes
     per token for its backward.
 
-    With `separates_ends`, embedding and head are on different devices, so tied weights are stored twice.
+    With `has_separate_ends`, embedding and head are on different devices, so tied weights are stored twice.
     """
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
@@ -110,7 +110,7 @@ def base_layers(shape: ModelShape, kept_bytes: int, separates_ends: bool) -> tup
     first = shape.parameters - inside - (0 if tied else matrix)
     handed = shape.hidden * shape.bytes_per_value
     layers = [_inner_layer(shape, tuple(sites), kept_bytes, handed) for sites in by_layer.values()]
-    head = 0 if tied and not separates_ends else matrix
+    head = 0 if tied and not has_separate_ends else matrix
     return (
         BaseLayer("embedding", 0, 0, first * shape.bytes_per_value, 0, handed, tuple(outside)),
         *layers,
@@ -135,7 +135,7 @@ def layer_flops(shape: ModelShape) -> int:
 
 
 def _inner_layers(shape: ModelShape) -> tuple[BaseLayer, ...]:
-    return base_layers(shape, 0, separates_ends=False)[1:-1]
+    return base_layers(shape, 0, has_separate_ends=False)[1:-1]
 
 
 def _moved_bytes(layer: BaseLayer) -> int:
@@ -229,8 +229,8 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
 
 
 def stage_shape(shape: ModelShape, layer_range: LayerRange) -> ModelShape:
-    """Return the sizes of one stage of the base. Every stage includes the sites (adaptable linears) outside
-    the layers."""
+    """Return the shape of one stage of the base, given its range of layers. Every stage includes the sites
+    (adaptable linears) outside the layers."""
     sites = tuple(site for site in shape.sites if _is_in_stage(site.name, layer_range))
     inside = sum(site.weight_count for site in sites)
     ends = shape.hidden * shape.vocabulary * (layer_range.is_first + layer_range.is_last)
@@ -244,7 +244,7 @@ def _is_in_stage(site: str, layer_range: LayerRange) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counts of the tokens of a microbatch, from which its time is predicted."""
+    """Token counts of a microbatch, from which its time is predicted."""
 
     tokens: int
     squared_lengths: int
@@ -275,7 +275,8 @@ def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) 
 def layer_costs(
     layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
-    """Return the cost of each layer for a microbatch with the given counts, without recomputation.
+    """Return the cost of each layer (time and bytes) for a microbatch with the given token counts, without
+    recomputation of activations.
 
     `state_bytes` is the number of bytes per adapter parameter, including its gradient and optimizer state.
     """

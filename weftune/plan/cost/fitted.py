@@ -15,7 +15,7 @@ from typing import Any
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, larger_factors, window_need
-from weftune.plan.cost.refit import Times, refit
+from weftune.plan.cost.refit import Times, refit_cost_model
 from weftune.plan.cost.time import CostModel, JobShapes, PassTime, PassWork, StateTime, term_counts
 from weftune.plan.program.program import Program
 
@@ -38,7 +38,8 @@ class WindowPrediction:
     """Predicted seconds of the window. None if nothing comparable has been measured."""
     peak_bytes: int
     error_bytes: int
-    """Bytes by which earlier measured peaks exceeded the fitted memory model."""
+    """Maximum number of bytes by which earlier measured peaks exceeded the prediction of the fitted memory
+    model."""
     source: str
     version: int
     changed: bool
@@ -65,14 +66,14 @@ class Outcome:
         return max(0.0, self.seconds - taken) / max(1, actions)
 
     def row_seconds(self) -> float | None:
-        """Return the seconds per trained row. None if the window had no passes."""
+        """Return the seconds per trained row, or None if the window had no passes."""
         rows = sum(one.tokens * (1.0 if one.training else EVALUATION_SHARE) for one in self.passes)
         return self.seconds / rows if rows else None
 
 
 SHORTAGE_PARTS = 16
-"""Number of equal parts into which the memory beside the process and the base is divided. After a shortage of
-memory, plans leave as many parts unused as it takes to recompute more activations."""
+"""Number of equal parts into which device memory is divided, without the memory of the process and the base.
+After a device ran out of memory, plans leave so many parts unused that more activations are recomputed."""
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class FittedModels:
     """The time and memory models of a run, with the measurements that they are fitted to."""
 
     initial_cost: CostModel
-    """Time model known before the run."""
+    """Time model that was known before the run, which all fits start from."""
     memory: MemoryModel
     """Memory model that plans use; at the start, the model known before the run."""
     first_seconds: float = 0.0
@@ -90,7 +91,7 @@ class FittedModels:
     windows: int = 0
     cost: CostModel = field(init=False)
     """Time model for predictions, which is refitted after every window."""
-    fitted: MemoryModel = field(init=False)
+    fitted_memory: MemoryModel = field(init=False)
     """Memory model for predictions, which is refitted after every window."""
     initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
@@ -101,18 +102,18 @@ class FittedModels:
     """Seconds per row in each of the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     unused_decoder_bytes: Callable[[], int] = int
-    """Function that returns the number of bytes that are reserved for text generation but not in use. Plans
-    count these bytes, although no measured peak contains them."""
+    """Function that returns the number of bytes that are reserved for text generation but were not used. They
+    are missing from measured peaks, but plans must count them."""
     least_error: int = 0
     """Minimum number of bytes that are added to every predicted peak. It is set after a device ran out of
     memory."""
-    _last_content: object = None
+    _last_window_content: object = None
 
     def __post_init__(self) -> None:
-        self.cost, self.fitted, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
+        self.cost, self.fitted_memory, self.initial_fit = self.initial_cost, self.memory, self.memory.fit
 
     def state_record(self) -> dict[str, Any]:
-        """Return a JSON-compatible dict with the state that a resumed run needs to make the same plans."""
+        """Return the state that a resumed run needs to make the same plans, as a JSON-compatible dict."""
         return {
             "version": self.version,
             "windows": self.windows,
@@ -121,7 +122,7 @@ class FittedModels:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the state from a dict that `state_record` has returned. Raise ValueError if it is
+        """Restore the fitted models from a dict that `state_record` has returned. Raise ValueError if it is
         invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
@@ -134,23 +135,23 @@ class FittedModels:
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no record of a run's models: {error}") from None
         self.memory = replace(self.memory, fit=fit)
-        self.fitted = self.memory
+        self.fitted_memory = self.memory
 
     def predict_window(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> WindowPrediction:
-        """Predict time and memory of a window. `price` is a function that returns the predicted seconds; None
-        uses the time model."""
+        """Predict time and memory of a window. `price` is a function that returns the predicted seconds of
+        the program; None selects the fitted time model."""
         content = _window_content(program)
-        changed, self._last_content = content != self._last_content, content
-        need = window_need(self.fitted, list(shapes.values()), program)
+        changed, self._last_window_content = content != self._last_window_content, content
+        need = window_need(self.fitted_memory, list(shapes.values()), program)
         seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
             seconds += self.first_seconds
         return WindowPrediction(
             seconds=seconds,
-            peak_bytes=need.total_bytes(self.fitted.fit) - self.unused_decoder_bytes(),
-            error_bytes=self.fitted.fit.error,
+            peak_bytes=need.total_bytes(self.fitted_memory.fit) - self.unused_decoder_bytes(),
+            error_bytes=self.fitted_memory.fit.error,
             source="each stage's own passes" if price else self.cost.source,
             version=self.version,
             changed=changed,
@@ -166,12 +167,12 @@ class FittedModels:
         times.steps += outcome.steps
         times.saves += outcome.saves
         times.forget()
-        self.cost = refit(self.initial_cost, times)
+        self.cost = refit_cost_model(self.initial_cost, times)
         if outcome.is_window_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
             need = replace(need, resident_bytes=need.resident_bytes - self.unused_decoder_bytes())
             self.peaks.append(Peak(need, outcome.peak_bytes))
-        self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
+        self.fitted_memory = replace(self.memory, fit=fit_memory(self.peaks, self.initial_fit))
         if (seconds := outcome.row_seconds()) is not None:
             self.row_times = [*self.row_times, seconds][-RECENT:]
         self.windows += 1
@@ -205,8 +206,8 @@ class FittedModels:
         return (alone if len(jobs) == 1 else self.memory).misfit_reason(jobs)
 
     def recompute_more(self, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-        """Make later plans use less memory, so that they recompute more activations in the backward. This is
-        called after a shortage of memory. Return False if no more can be recomputed."""
+        """Make later plans use less memory by recomputing more activations in the backward, after a device
+        ran out of memory. Return False if no more activations can be recomputed."""
         before = self.memory.choose_recompute(jobs, max_tokens)
         room = self.memory.budget_bytes - self.memory.predict_need(jobs, 0).resident_bytes
         for part in range(1, SHORTAGE_PARTS):
@@ -218,14 +219,14 @@ class FittedModels:
         return False
 
     def adopt_fitted_models(self) -> bool:
-        """Use the fitted models for plans if this is the end of window 1, 2, 4, 8 and so on. Return whether
-        the models for plans were replaced."""
+        """Make plans use the fitted models if the number of executed windows is a power of two. Return
+        whether the models for plans were replaced."""
         if self.windows & (self.windows - 1):
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
         # that would run.
-        error = max(self.fitted.fit.error, self.least_error)
-        fit = replace(self.fitted.fit, slack=self.initial_fit.slack, error=error)
+        error = max(self.fitted_memory.fit.error, self.least_error)
+        fit = replace(self.fitted_memory.fit, slack=self.initial_fit.slack, error=error)
         # Replays of captured passes use memory that no counter shows, so factors of fused layers never
         # decrease.
         self.memory = replace(

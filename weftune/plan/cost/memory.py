@@ -2,9 +2,9 @@
 
 peak = process + base + state of every attached adapter + activations of one microbatch + logits of one chunk
 + slack. A layer keeps activations for its backward in proportion to the widths of its sites (adapted
-linears). Logits count only on the worker with the head. If several stages share a device in turn, forwards
-are recomputed: the inputs of all stages are kept, and the activations of the largest stage. Every prediction
-is logged with the measured peak, and `memory_fit.py` fits the model to both.
+linears). Logits count only on the worker with the head. If several stages use a device in turn, the device
+keeps the inputs of all stages and the activations of the largest one, since forwards are recomputed. Every
+prediction is logged with the measured peak, and `memory_fit.py` fits the model to both.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MemoryFit:
     head: float = 0.0
     """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which predictions may be too low, added to a prediction that decides whether jobs fit."""
+    """Bytes by which predictions may be too low. They are added when it is decided whether jobs fit."""
 
 
 UNFITTED = MemoryFit()
@@ -79,7 +79,7 @@ UNFITTED = MemoryFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Predicted bytes of each part on one device, before correction factors are applied."""
+    """Predicted memory of one device in bytes, by use, before correction factors are applied."""
 
     resident_bytes: int
     """Bytes of the process and of the base's weights."""
@@ -99,12 +99,15 @@ class MemoryNeed:
 
 
 ADVISED_SHARE = 0.1
-"""Minimum fraction of a job's bytes that depends on a setting for which the user is advised to lower it."""
+"""Minimum fraction of a job's memory that a setting must account for before the user is advised to lower the
+setting."""
 SPARE = 1
-"""Number of spare microbatches: those in flight in a pipeline in addition to those of the 1F1B schedule, so
-that a late input does not leave a stage idle. Admission and the token capacity leave memory for them."""
+"""Number of spare microbatches: microbatches in flight in a pipeline in addition to those of the 1F1B
+schedule. They keep a stage busy if an input is late. Admission and the token capacity leave memory for
+them."""
 MAX_SPARE = 4
-"""Maximum number of spare microbatches if memory has room for more than `SPARE`."""
+"""Maximum number of spare microbatches (in flight in a pipeline in addition to those of the 1F1B schedule) if
+memory has room for them."""
 WHOLE = one_device_layout()
 
 
@@ -124,12 +127,12 @@ class MemoryModel:
     fit: MemoryFit = UNFITTED
     layout: Layout = WHOLE
     fixed_slack_bytes: int | None = None
-    """Bytes for temporaries, rounding by the allocator, and the logits of one chunk. None selects the
-    default."""
+    """Slack bytes: for temporaries, rounding by the allocator, and the logits of one chunk of rows. None
+    selects the default."""
     spare_microbatches: int = SPARE
     """Microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
     first_only_bytes: int = 0
-    """Bytes of `process_bytes` that only the first worker holds: the tokenizer and the data."""
+    """Process memory that only the first worker needs, in bytes: that of the tokenizer and the data."""
     host_budget_bytes: int = 0
     """Bytes of host memory that the run may use for an offloaded optimizer and for offloaded activations."""
     decoder_bytes: int = 0
@@ -156,7 +159,8 @@ class MemoryModel:
         recompute: Recompute = NOTHING,
         supervised: float | None = None,
     ) -> list[MemoryNeed]:
-        """Return the predicted bytes of each worker of a replica. `predict_need` describes the arguments."""
+        """Return the predicted bytes of each worker of a replica, for microbatches of `tokens` tokens, of
+        which `supervised` (None means all) go through the head."""
         scored = tokens if supervised is None else supervised
         if self._keeps_activations:
             kept = [
@@ -193,9 +197,9 @@ class MemoryModel:
         ]
         return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
-    def key_shares(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
-        """Return, for each worker of a pipeline, the share of the activation bytes of a row that is taken by
-        the keys and values of attention."""
+    def key_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
+        """Return, for each worker of a pipeline, the fraction of a row's activation bytes that the keys and
+        values of attention take."""
         layers, fused = self.shape.layers, self.uses_fused_ops
         return [
             decoder_row_bytes(part) / token_bytes(part, layers, fused, recompute, jobs)
@@ -218,13 +222,13 @@ class MemoryModel:
 
     @property
     def _keeps_activations(self) -> bool:
-        """Whether every worker has one resident stage, which keeps its activations for the backward instead
-        of recomputing the forward."""
+        """Whether every worker has one resident stage, so that activations are kept for the backward instead
+        of recomputed."""
         return self.layout.is_pipeline or (len(self.layout.stages) == 1 and self.layout.stages[0].is_resident)
 
     @cached_property
     def _part_shapes(self) -> list[ModelShape]:
-        """Sizes of the part of the base that each worker holds."""
+        """Shape of the part of the base that each worker holds."""
         ranges = self._stage_ranges
         return [self.shape] if len(ranges) == 1 else [stage_shape(self.shape, one) for one in ranges]
 
@@ -259,8 +263,8 @@ class MemoryModel:
         ]
 
     def _resident_states(self, jobs: Sequence[JobShape]) -> list[int]:
-        """Return the device bytes of adapter state in each stage. The result is cached for the last jobs,
-        since searches ask for the same jobs again and again."""
+        """Return the device bytes of adapter state in each stage. The latest result is cached, since a search
+        asks for the same jobs repeatedly."""
         known_jobs, states = self.__dict__.get("_last_states", ((), []))
         if known_jobs != (asked := tuple(jobs)) or not states:
             states = [self._resident_state_bytes(jobs, layers) for layers in self._stage_ranges]
@@ -286,7 +290,7 @@ class MemoryModel:
         self, worker_layout: WorkerLayout, memory: StreamedMemory, supervised: float
     ) -> MemoryNeed:
         """Return the predicted bytes of a worker whose stages share the device in turn. Bytes are counted as
-        in the search for the stages, so that all jobs for which the search has made room are admitted."""
+        in the search for the stages, so that every job for which the search reserved memory is admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
         weights, state, activations = memory.parts(
@@ -310,7 +314,8 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the bytes that one more token per microbatch adds, on the worker where it adds most."""
+        """Return the device bytes that one more token per microbatch needs, on the worker where it needs the
+        most."""
         if self._keeps_activations:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._part_shapes)
         largest = max(stage.layer_count for stage in self.layout.stages)
@@ -323,15 +328,16 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers whose activations `bytes_per_token` counts."""
+        """Number of layers for which activation bytes per token are counted, on the worker with the most
+        layers."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
-        """Return the activation bytes of all microbatches in flight per token of one microbatch. In a
-        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`. Of microbatches that
-        overlap, two are in flight; they do not overlap if anything is recomputed."""
+        """Return the activation bytes of all microbatches in flight, per token of one microbatch. In a
+        pipeline, one microbatch per stage is in flight, plus the spare ones. Without a pipeline, two are in
+        flight if microbatches overlap, which they do only if nothing is recomputed."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
         if self.layout.overlaps and recompute == NOTHING:
@@ -342,8 +348,9 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes per adapter parameter: compute copy, fp32 master weight, gradient and two moments. With
-        shards, each one also has a compute copy and a gradient of its part of the parameters."""
+        """Bytes per adapter parameter: compute copy, fp32 master weight, gradient and two moments. If layers
+        are divided into shards, each shard also has a compute copy and a gradient of its part of the
+        parameters."""
         return self.shape.bytes_per_value + 4 * self.master_bytes + shard_copy_bytes(self.shape)
 
     @property
@@ -365,7 +372,8 @@ class MemoryModel:
     # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        """Return the predicted peak bytes. Checks of whether jobs fit add `fit.error` to them."""
+        """Return the predicted peak of device memory in bytes, without the margin that is added when it is
+        decided whether jobs fit."""
         return self.predict_need(jobs, capacity, recompute).total_bytes(self.fit)
 
     def choose_recompute(self, jobs: Sequence[JobShape], max_tokens: int) -> Recompute:
@@ -374,8 +382,8 @@ class MemoryModel:
 
         Whole layers are recomputed only if microbatches would otherwise be smaller than `ENOUGH_TOKENS` or
         the longest sample, since smaller microbatches cost less than recomputation. If no choice has room for
-        these, return the most recomputation or, if the longest sample does not fit then, the choice that
-        needs the least memory.
+        such microbatches, return the one that recomputes the most or, if the longest sample does not fit with
+        it, the one that needs the least memory.
         """
         choices = self._recompute_choices(max_sample_tokens(jobs))
         room = cache(partial(self._max_fitting_tokens, jobs))
@@ -443,7 +451,7 @@ class MemoryModel:
 
     def advice(self, job: JobShape) -> str:
         """Return advice for a job that does not fit even alone, as a clause that names the settings to lower.
-        Only settings with a considerable share of the job's bytes are named."""
+        Only settings that account for a considerable part of the job's memory are named."""
         need = self.predict_need([job], job.max_sample_tokens, self._least_memory_recompute([job]))
         levers = {
             "data.max_length": self.fit.activations * need.activation_bytes
@@ -459,7 +467,8 @@ class MemoryModel:
 
     def _recompute_choices(self, rows: int) -> list[Recompute]:
         """Return the recomputation choices for samples of `rows` rows, the fastest first. Only fused layers
-        have a choice, and stages that share a device in turn are always recomputed."""
+        can recompute a part of their activations. Stages that use a device in turn always recompute all of
+        them."""
         if not (self.uses_fused_ops and self._keeps_activations):
             return [NOTHING]
         tiled = self._tiled_choices()
@@ -488,7 +497,7 @@ class MemoryModel:
         return [*choices, replace(choices[-1], tile_rows=SMALL_TILE_ROWS)]
 
     def _max_fitting_tokens(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        """Return the tokens of the largest microbatch that fits in device and host memory."""
+        """Return the number of tokens of the largest microbatch that fits in device and host memory."""
         # The head is given a full chunk, however few rows are supervised.
         head = int(self.fit.head * self.logit_bytes(math.inf))
         free = self.budget_bytes - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
@@ -505,8 +514,8 @@ class MemoryModel:
     def _tile_bytes(
         self, part: ModelShape, tokens: float, recompute: Recompute, jobs: Sequence[JobShape]
     ) -> int:
-        """Return the bytes that a tile needs in addition to the memory that attention's backward frees before
-        tiles are computed; 0 if passes do not run in tiles."""
+        """Return the bytes that a tile (the rows that a layer computes at a time) needs beyond the memory
+        that the backward of attention has freed by then. Return 0 if passes do not run in tiles."""
         if not (tokens and recompute.tile_rows):
             return 0
         return max(0, tile_bytes(part, recompute, jobs) - int(tokens * attention_backward_bytes(part)))
@@ -532,8 +541,8 @@ def decoder_row_bytes(shape: ModelShape) -> int:
 
 
 def _key_value_width(sites: Sequence[SiteShape], shape: ModelShape) -> int:
-    """Return the number of values in the keys and values of one token in a layer. Layers without separate
-    projections are counted as if they had as many keys and values as queries."""
+    """Return the number of values in the keys and values of one token in a layer. Layers whose query, key and
+    value projections are one linear are counted as if they had as many keys and values as queries."""
     widths = {site.name.rpartition(".")[2]: site.out_features for site in sites}
     if {"k_proj", "v_proj"} <= widths.keys():
         return widths["k_proj"] + widths["v_proj"]
@@ -541,8 +550,8 @@ def _key_value_width(sites: Sequence[SiteShape], shape: ModelShape) -> int:
 
 
 def answers_bytes(shape: ModelShape, jobs: Iterable[JobShape]) -> int:
-    """Return the bytes of cached keys and values that the answers to evaluation prompts need. A job generates
-    all its answers at once, and jobs take turns, so this is the maximum over the jobs."""
+    """Return the bytes of cached keys and values that the answers to evaluation prompts need. The result is
+    the maximum over the jobs, since a job generates all its answers at once and jobs take turns."""
     return decoder_row_bytes(shape) * max((job.answer_positions for job in jobs), default=0)
 
 

@@ -18,11 +18,13 @@ from weftune.plan.cost.nnls import solve_nnls
 from weftune.plan.program.program import Backward, Evaluate, Forward, ForwardOnly, Program, Score
 
 NOISE = 0.01
-"""Relative error of one measured peak."""
+"""Relative error of one measured memory peak."""
 DOUBT = (0.1, 0.5, 1.0)
-"""Prior relative standard deviations of the factors for state, activations and slack."""
+"""Prior relative standard deviations of the memory correction factors for adapter state, activations and
+slack."""
 FLOOR = 0.1
-"""Minimum of a fitted factor, relative to the factor known before the run. It keeps factors above zero."""
+"""Minimum of a fitted correction factor, relative to the factor known before the run. It keeps factors above
+zero."""
 MAX_PEAKS = 100
 
 
@@ -30,7 +32,7 @@ MAX_PEAKS = 100
 class Peak:
     """The predicted memory of a window, before correction factors are applied, and its measured peak."""
 
-    need: MemoryNeed
+    predicted_need: MemoryNeed
     measured_bytes: int
 
 
@@ -38,7 +40,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     """Return the predicted memory of a window, computed from its largest microbatch or, in a pipeline, from
     the microbatches that are in flight at the same time. They may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
-        rows = rows_in_flight(memory, program, memory.key_shares(jobs, program.recompute))
+        rows = rows_in_flight(memory, program, memory.key_fractions(jobs, program.recompute))
         return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.forward_passes():
@@ -49,7 +51,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
 
 
 def scored_rows(program: Program) -> int:
-    """Return the largest number of rows of a microbatch that go through the head."""
+    """Return the largest number of rows per microbatch that go through the head."""
     return max(
         (
             sum(placed.supervised_tokens for segment in microbatch.segments for placed in segment.samples)
@@ -59,18 +61,18 @@ def scored_rows(program: Program) -> int:
     )
 
 
-def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[float]) -> list[float]:
+def rows_in_flight(memory: MemoryModel, program: Program, key_fractions: Sequence[float]) -> list[float]:
     """Return, for each worker of a replica, the largest number of rows that wait for their backward at a
     time.
 
     If a sample is cut into chunks, the keys and values of the whole sample are held from the forward of its
     first chunk until the backward of its first chunk, and their gradients from the backward of its last chunk
-    on. They are converted to the number of rows that keep as many bytes: `key_shares` contains, for each
-    worker, the share of a row's activation bytes that is taken by its keys and values.
+    on. These bytes are counted as rows with equally many activation bytes: `key_fractions` contains, for each
+    worker, the fraction of a row's activation bytes that its keys and values take.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
-        share = key_shares[device % program.devices_per_replica]
+        share = key_fractions[device % program.devices_per_replica]
         held_rows = sum(
             _rows_of_forward(program, number, share)
             for number, one in enumerate(program.inherited)
@@ -97,22 +99,23 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_shares: Sequence[f
     ]
 
 
-def _rows_of_forward(program: Program, number: int, key_share: float) -> float:
+def _rows_of_forward(program: Program, number: int, key_fraction: float) -> float:
     """Return the rows that a forward adds to those that wait for their backward. The first chunk of a sample
     adds the keys and values of the whole sample, and the other chunks add none."""
     plan = program.microbatches[number]
     if (chunk := plan.chunk) is None:
         return plan.rows
     keys = _sample_rows(program, number) if chunk.chunk_start == 0 else 0
-    return plan.rows + key_share * (keys - chunk.length)
+    return plan.rows + key_fraction * (keys - chunk.length)
 
 
-def _gradient_rows(program: Program, number: int, gradient_share: float) -> float:
-    """Return the gradients of a sample's keys and values, in the number of rows with as many bytes, if the
-    microbatch is the sample's last chunk. Its backward allocates them. Return 0 for any other microbatch."""
+def _gradient_rows(program: Program, number: int, gradient_fraction: float) -> float:
+    """Return the size of the gradients of a sample's keys and values, as the number of rows with equally many
+    activation bytes. They are allocated by the backward of the sample's last chunk; for any other microbatch,
+    return 0."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
-    return gradient_share * rows if is_last else 0.0
+    return gradient_fraction * rows if is_last else 0.0
 
 
 def _sample_rows(program: Program, number: int) -> int:
@@ -127,11 +130,20 @@ def fit_memory(peaks: Sequence[Peak], initial_fit: MemoryFit = UNFITTED) -> Memo
         return initial_fit
     peaks = peaks[-MAX_PEAKS:]
     parts = np.array(
-        [(one.need.state_bytes, one.need.activation_bytes, one.need.slack_bytes) for one in peaks],
+        [
+            (
+                one.predicted_need.state_bytes,
+                one.predicted_need.activation_bytes,
+                one.predicted_need.slack_bytes,
+            )
+            for one in peaks
+        ],
         dtype=float,
     )
     measured = np.array([one.measured_bytes for one in peaks], dtype=float)
-    rest = measured - [one.need.resident_bytes + initial_fit.head * one.need.logit_bytes for one in peaks]
+    rest = measured - [
+        one.predicted_need.resident_bytes + initial_fit.head * one.predicted_need.logit_bytes for one in peaks
+    ]
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
     start = np.array([initial_fit.state, initial_fit.activations, initial_fit.slack])

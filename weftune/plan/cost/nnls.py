@@ -7,15 +7,17 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 SWEEPS = 10
-"""Maximum number of iterations per column. A column usually becomes active once or twice."""
+"""Maximum number of iterations of non-negative least squares, per column of the matrix. A column usually
+becomes active once or twice."""
 TOLERANCE = 1e-12
 
 
 def solve_nnls(matrix: Array, target: Array) -> Array:
     """Return the non-negative least-squares solution by Lawson and Hanson's active-set method.
 
-    The method begins with all columns in the active set, which mostly is the solution. It repeatedly removes
-    columns whose value would become negative, and adds the column with the steepest descent.
+    The method begins with all columns in the active set, which usually gives the solution at once. It
+    repeatedly removes columns whose value would become negative, and adds the column with the steepest
+    descent.
 
     Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly
     collinear, such as the counts of jobs and of parameters if all jobs have the same size.

@@ -1,8 +1,8 @@
 """Initial terms of the time model, computed from the shape of a base before anything is measured.
 
-A term is the cost per token, sample or other unit of a pass. Only the proportions of terms to one another are
-known. They are computed separately for the embedding, one layer, the head with the loss, and the adapters of
-all layers together.
+A term is the cost per token, sample or other unit of a pass. Only the ratios of the costs are known, not
+their seconds. They are computed separately for the embedding, one layer, the head with the loss, and the
+adapters of all layers together.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass, as the number of rows that take as long."""
+"""Fixed time of a pass (a forward or a backward), in units of the time of one row."""
 SEGMENT_ROWS = 2
-"""Fixed time that each job adds to a pass, as the number of rows that take as long."""
+"""Fixed time that each job adds to a pass (a forward or a backward), in units of the time of one row."""
 ADAPTER_COST = 4.0
-"""Time per operation of an adapter relative to the base: the matrix products of adapters are narrow."""
+"""Time per FLOP of an adapter relative to the base. It is above 1, since the matrix products of adapters are
+narrow."""
 HEAD_PASSES = 2.0
 """Time of the head's forward relative to its matrix product alone. The forward also computes the gradient of
 the head's input."""
@@ -26,8 +27,8 @@ the head's input."""
 
 @dataclass(frozen=True, slots=True)
 class KindTerms:
-    """Terms of the time of a forward or of a backward, for each part of the base. `layer` is a single layer,
-    and `adapter` the adapters of all layers."""
+    """Coefficients of the time model of a forward or of a backward, for each part of the base. `layer` is for
+    a single layer, and `adapter` for the adapters of all layers."""
 
     embedding: Terms
     layer: Terms
@@ -44,7 +45,7 @@ class KindTerms:
 
 @dataclass(frozen=True, slots=True)
 class DirectionTerms:
-    """Terms of the time of a training forward, its backward, and a forward for evaluation."""
+    """Coefficients of the time models of a training forward, its backward, and a forward for evaluation."""
 
     forward: KindTerms
     backward: KindTerms
@@ -60,14 +61,14 @@ class DirectionTerms:
         )
 
     def times(self, factor: float) -> DirectionTerms:
-        """Return the terms multiplied by `factor`."""
+        """Return these coefficients of the time model multiplied by `factor`."""
         return DirectionTerms(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
 
 
 def counted_terms(shape: ModelShape) -> DirectionTerms:
-    """Return the terms of passes over a base of this shape, in FLOPs, since the seconds per FLOP are
-    unknown."""
-    layer = next(one for one in base_layers(shape, 0, separates_ends=False) if one.kind == "layer")
+    """Return the coefficients of the time model of a base of this shape. They are in FLOPs instead of
+    seconds, since the seconds per FLOP are unknown."""
+    layer = next(one for one in base_layers(shape, 0, has_separate_ends=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return DirectionTerms(
         forward=_direction_terms(layer.flops, layer.square_flops, HEAD_PASSES * head, 2 * ADAPTER_COST),
@@ -82,9 +83,9 @@ def counted_terms(shape: ModelShape) -> DirectionTerms:
     )
 
 
-def arithmetic(shape: ModelShape) -> CostModel:
-    """Return a time model whose terms have the right proportions but no unit. The first measured passes of a
-    run determine the seconds."""
+def uncalibrated_cost_model(shape: ModelShape) -> CostModel:
+    """Return a time model whose coefficients have the right proportions but no unit. The first measured
+    passes of a run determine the seconds."""
     model = counted_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
     return replace(model, measured=False)
 

@@ -1,4 +1,4 @@
-"""A profile: the measurements of `weftune doctor --profile` on a device, as a data class and as a JSON file.
+"""A profile: the measurements of `weftune doctor --profile` on a device, as a dataclass and as a JSON file.
 
 Passes are measured with only a few layers of the base: the time per layer is the time that one more layer
 adds. A profile is valid for one device, torch version, dtype and base shape. Its file can be deleted at any
@@ -23,7 +23,8 @@ from weftune.core.shapes import ModelShape
 from weftune.plan.cost.time import PassTime, PassWork, StateTime
 
 VERSION = 1
-"""Version of the file format and of the meaning of its numbers. Files with another version are ignored."""
+"""Version of the format of profile files and of the meaning of their numbers. Files with another version are
+ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +60,18 @@ class Profile:
     passes: tuple[LayeredPass, ...]
     steps: tuple[StateTime, ...]
     seconds: float
-    """Duration of the measurement, in seconds."""
+    """Seconds that measuring the profile took."""
     process_bytes: int = 0
     """Bytes that a process held before the base was loaded; 0 if unknown."""
     first_worker_bytes: int = 0
-    """Bytes that the first of several worker processes held, or 0 if unknown. Library pages that the forked
-    process shares with its parent are not counted."""
+    """Bytes that the first of several worker processes held before the base was loaded, or 0 if unknown.
+    Library pages that the forked process shares with its parent are not counted."""
     worker_bytes: int = 0
-    """Bytes that each worker process but the first held. The others have no tokenizer."""
+    """Bytes that each worker process held before the base was loaded, except for the first, which also has
+    the tokenizer."""
     first_seconds: float = 0.0
-    """Additional seconds of the first passes of a process. 0 if these passes compiled kernels when they were
-    measured."""
+    """Additional seconds that the first passes of a process take. 0 if kernels were compiled during the
+    measurement, which would distort it."""
 
     def process_bytes_of(self, workers: int) -> int:
         """Return the bytes that the first of `workers` processes holds before a base is loaded; 0 if
@@ -78,7 +80,8 @@ class Profile:
 
     @property
     def first_only_bytes(self) -> int:
-        """Bytes that only the first of several worker processes holds, for example for the tokenizer."""
+        """Bytes that the first of several worker processes holds in addition to what the others hold, for
+        example for the tokenizer."""
         return max(0, self.first_worker_bytes - self.worker_bytes) if self.worker_bytes else 0
 
 
@@ -93,7 +96,7 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def digest(shape: ModelShape) -> str:
-    """Return a hash of the sizes of a base. The names of its linears do not change it."""
+    """Return a hash of the sizes of a base. It does not depend on the names of the linears."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
         for site in shape.sites
@@ -116,10 +119,10 @@ def profile_path(folder: Path, key: ProfileKey) -> Path:
 
 
 def read_profile(path: Path, key: ProfileKey | None = None) -> Profile | None:
-    """Return the profile in a file. Return None if the file is missing, damaged or of another version, or if
-    its key differs from `key`."""
+    """Return the profile that a file contains. Return None if the file is missing, damaged or of another
+    version, or if its key differs from `key`."""
     try:
-        profile = _from_json(json.loads(path.read_bytes()))
+        profile = _profile_from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return profile if key is None or profile.key == key else None
@@ -130,13 +133,14 @@ def profile_folder() -> Path:
 
 
 def find_profile(key: ProfileKey) -> Profile | None:
-    """Return the profile with this key from the user's cache folder, or None."""
+    """Return the profile for this device, software and base from the user's cache folder, or None if there is
+    none."""
     return read_profile(profile_path(profile_folder(), key), key)
 
 
 def find_local_profile(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
-    """Return the cached profile of the GPU of this name or, without a name, of this machine's CPU, whose
-    cores `neighbours` processes share. Return None if there is none."""
+    """Return the cached profile of a base on the GPU with this name. Without a name, return that of this
+    machine's CPU, whose cores are shared by `neighbours` processes. Return None if there is none."""
     return find_profile(
         profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(neighbours))
     )
@@ -151,7 +155,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(EISDIR, "Is a directory", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft_path(path)
+    draft = _temporary_path(path)
     draft.touch()
     draft.unlink()
 
@@ -159,16 +163,16 @@ def check_writable(path: Path) -> None:
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile atomically, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = _draft_path(path)
+    draft = _temporary_path(path)
     draft.write_text(to_json(profile), encoding="utf-8")
     draft.replace(path)
 
 
-def _draft_path(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _from_json(value: Mapping[str, Any]) -> Profile:
+def _profile_from_json(value: Mapping[str, Any]) -> Profile:
     if value["version"] != VERSION:
         raise ValueError(f"version {value['version']}")
     return Profile(

@@ -1,7 +1,7 @@
 """Conversion of a profile (the measurements of a device) into the time model of a base and memory factors.
 
-One fit over all measured passes separates the time outside the layers from the time per layer. The parameter
-count of an adapter already covers all layers, so its term is not multiplied by the number of layers.
+One fit over all measured passes separates the time outside the layers from the time per layer. The time of
+adapters is not multiplied by the number of layers, since the parameter count of an adapter covers all layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ INSIDE = ("fixed", "token", "square", "sample", "segment")
 
 
 DOUBT = 1.0
-"""Relative standard deviation of a fitted term around its initial value from `prior.py`."""
+"""Relative standard deviation of a fitted coefficient around its initial value, which follows from the shape
+of the base."""
 
 
 def pass_terms(profile: Profile, shape: ModelShape) -> DirectionTerms:

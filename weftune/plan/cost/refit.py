@@ -1,8 +1,8 @@
 """Fit of the time model to the measurements of a run, starting from the model known before the run.
 
 First, the level is fitted: one factor by which all passes are slower or faster than predicted. Then
-non-negative least squares of relative errors finds the terms (the costs per token, per sample and so on). The
-terms known before the run count like measurements, so that a few passes do not change them much.
+non-negative least squares of relative errors finds the terms (the costs per token, per sample, per segment).
+The terms known before the run count like measurements, so that a few passes do not change them much.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from weftune.plan.cost.time import (
 )
 
 MAX_MEASUREMENTS = 400
-"""Number of the latest passes, and of the optimizer steps and of the saves, that the model is fitted to."""
+"""Maximum number of measurements of each kind (passes, optimizer steps, saves) that the time model is fitted
+to: the latest ones."""
 HALF_LIFE = 60
 """Number of later passes after which the weight of a measurement has halved. Weights decrease because the
 speed of a machine changes."""
 NOISE = 0.1
-"""Relative error of one measurement."""
+"""Relative error of one time measurement."""
 DOUBT = 0.25
-"""Relative standard deviation of a fitted term around the value known before the run."""
+"""Relative standard deviation of a fitted coefficient of the time model around the value known before the
+run."""
 GUESSED = 10.0
-"""Relative standard deviation of a fitted term for which no value was known before the run."""
+"""Relative standard deviation of a fitted coefficient of the time model for which no value was known before
+the run."""
 FAINT = 0.02
-"""Approximate share of the time of a pass to which a term may grow that was 0 before the run."""
+"""Approximate fraction of the time of a pass that a term of the time model can reach if it was 0 before the
+run."""
 CAUTION = 2.0
 """Number of measured passes with which the measured level (the overall ratio of measured to predicted time)
 has half of its full weight."""
 REFITTED = ", refitted to this run"
 OUTLIER = 3.0
-"""Multiple of the typical error above which errors count less."""
+"""Errors above this multiple of the typical error count less in the fit."""
 
 
 @dataclass(slots=True)
@@ -56,13 +60,13 @@ class Times:
     """Seconds per action of each window that were spent outside passes, optimizer steps and saves."""
 
     def forget(self) -> None:
-        """Drop all but the latest `MAX_MEASUREMENTS` measurements of each kind."""
+        """Drop all measurements of each kind but the latest ones, to which the time model is fitted."""
         for kept in (self.passes, self.steps, self.saves, self.overheads):
             del kept[:-MAX_MEASUREMENTS]
 
 
-def refit(initial_cost: CostModel, times: Times) -> CostModel:
-    """Return `initial_cost` fitted to the measurements, or unchanged if there are no measurements."""
+def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
+    """Return the time model `initial_cost` fitted to the measurements, or unchanged if there are none."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
     evaluations = [one for one in passes if not one.training]
@@ -89,7 +93,8 @@ def refit(initial_cost: CostModel, times: Times) -> CostModel:
 
 
 def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], prior_weight: float) -> float:
-    """Return the weighted median of measured divided by predicted times, drawn towards 1 if there are few."""
+    """Return the weighted median of the ratios of measured to predicted times. It is shrunk towards 1 if
+    there are few measurements."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
     ]
@@ -147,6 +152,6 @@ def fit_values(
 
 
 def _age_weights(count: int) -> Array:
-    """Return the weights of `count` measurements, from the oldest, which have less weight, to the newest."""
+    """Return the weights of `count` measurements, the oldest first. Older measurements have less weight."""
     ages = np.arange(count - 1, -1, -1)
     return np.asarray(0.5 ** (ages / HALF_LIFE))

@@ -14,16 +14,18 @@ from collections.abc import Iterable
 from weftune.core.shapes import JobShape
 
 PIECE = 1 << 22
-"""Maximum number of parameters per buffer."""
+"""Maximum number of parameters per device buffer for optimizer steps whose state is in host memory."""
 PIECES = 3
-"""Number of buffers: while one is updated, another is filled and a third is copied back."""
+"""Number of device buffers for optimizer steps whose state is in host memory. While one is updated, another
+is filled and a third is copied back."""
 TRAVEL_ROUNDS = 8
 """Number of rounds (one global batch of every job) per window if optimizer state is in host memory. It is
 large because no forward or backward overlaps with the transfers after the last round of a window."""
 MARGIN = 128
-"""Maximum number of parameters that rounding up to whole blocks adds to the part of a job."""
+"""Maximum number of parameters by which the part of a job in a buffer is rounded up to whole blocks."""
 _STATE = 4
-"""Values per parameter that are copied to the device: gradient, master weight and two moments."""
+"""Number of values per parameter that are copied to the device for an optimizer step: gradient, master weight
+and two moments."""
 
 
 def stage_parts(jobs: Iterable[JobShape], layers: int, base_layers: int) -> list[int]:
@@ -33,8 +35,8 @@ def stage_parts(jobs: Iterable[JobShape], layers: int, base_layers: int) -> list
 
 
 def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers. `parts` contains the number of adapter parameters of each job
-    in the largest stage."""
+    """Return the device bytes of all buffers for optimizer steps whose state is in host memory. `parts`
+    contains the number of adapter parameters of each job in the largest stage."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * (step_bytes(bytes_per_value) + bytes_per_value)
 
@@ -51,8 +53,8 @@ def optimizer_bytes(bytes_per_value: int) -> int:
 
 
 def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
-    """Return the device bytes of all buffers if only the optimizer is offloaded. `parts` contains the number
-    of parameters of each job."""
+    """Return the device bytes of all buffers for optimizer steps if only the optimizer is offloaded. `parts`
+    contains the number of parameters of each job."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 

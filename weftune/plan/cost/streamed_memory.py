@@ -26,14 +26,14 @@ from weftune.plan.program.layout import (
 from weftune.plan.program.program import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
-"""Number of activations that a pass keeps per token, divided by the summed widths of all linears. Measured
-values are 1.1 to 1.4."""
+"""Number of activation values that a pass keeps per token, divided by the summed widths of all linears.
+Measured values are 1.1 to 1.4."""
 FUSED_FACTOR = 0.87
-"""Number of activations that fused layers keep per token, divided by the summed widths of all linears. The
-measured value is 0.86."""
+"""Number of activation values that fused layers keep per token, divided by the summed widths of all linears.
+The measured value is 0.86."""
 OUTPUTS_FACTOR = 0.64
-"""Number of activations per token that fused layers keep if outputs of norms and activation functions are
-recomputed, divided by the summed widths of all linears. Measured values are 0.55 to 0.57; the rest is a
+"""Number of activation values per token that fused layers keep if outputs of norms and activation functions
+are recomputed, divided by the summed widths of all linears. Measured values are 0.55 to 0.57; the rest is a
 margin for temporaries of the backward."""
 RECOMPUTED_FACTOR = 1.4
 """Number of values per token, activations and gradients, that a recomputed layer holds during its backward,
@@ -44,23 +44,23 @@ input, if the rest of the layer is computed in tiles of rows. They are multiples
 the attention width, and include gradients, queries, keys, values, outputs and buffers of kernels. Measured on
 an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
 TILED_KEPT = 3.0
-"""Values per token, as a multiple of the attention width, of the gradients and buffers of a layer in tiles
-that keeps all other values from its forward."""
+"""Number of values per token in the gradients and buffers of a layer that is computed in tiles of rows and
+keeps all other values from its forward, as a multiple of the attention width."""
 TILED_REST = 5.2
-"""Values per token, as a multiple of the attention width, that the backward of attention needs but that do
-not exist while tiles are computed."""
+"""Number of values per token that only the backward of attention needs, not the computation of tiles before
+or after it, as a multiple of the attention width."""
 TILE_FACTOR = 1.06
 """Number of values per row of a tile during its backward, divided by the summed widths of the layer's
 linears."""
 UNDIVIDED, OUTPUTS_UNDIVIDED = 4, 2
 """Number of tensors of the hidden width that a layer keeps and that shards do not divide: its input, the
-residual after attention, and the outputs of both norms. The second number excludes the norms, for passes that
-recompute them."""
+residual after attention, and the outputs of both norms. The second number is for passes that recompute the
+outputs of norms."""
 LOG_SUMS = 1 / 64
 """Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to those of its output."""
 ON_THE_WAY = 4
-"""Maximum number of full microbatches whose activations or gradients are on a stage's device to be sent or
-used."""
+"""Maximum number of full microbatches whose activations or gradients are in transfer to or from a stage's
+device at a time."""
 
 
 def token_bytes(
@@ -84,8 +84,8 @@ def token_bytes(
 
 
 def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
-    """Return the additional values per token, in all layers together, that fused layers keep for the kinds of
-    adapters of these jobs."""
+    """Return the number of additional values per token that fused layers keep for the kinds of adapters of
+    these jobs, in all layers together."""
     # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs. Copies are those
     # of a job's own rows, which are a part of the microbatch.
     scaled = max((job.scaled_outputs for job in jobs), default=0)
@@ -93,16 +93,17 @@ def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
 
 
 def _layer_values(part: ModelShape, factor: float, unsharded_values: int) -> float:
-    """Return the values per token of a layer: `factor` times the summed widths of its linears. Shards divide
-    these values, except for those of `unsharded_values` tensors of the hidden width."""
+    """Return the number of values per token of a layer: `factor` times the summed widths of its linears.
+    Shards divide these values, except for those of `unsharded_values` tensors of the hidden width."""
     values = factor * part.whole_values_per_token / part.layers
     whole = min(values, unsharded_values * part.hidden)
     return whole + (values - whole) / part.shards
 
 
 def _tiled_values(part: ModelShape, recompute: Recompute, recomputed_count: int, kept_values: float) -> float:
-    """Return the values per token that layers in tiles hold on the device. `recomputed_count` layers are
-    recomputed; the other layers keep `kept_values` values altogether, and their backward runs first."""
+    """Return the number of values per token that layers computed in tiles of rows hold on the device.
+    `recomputed_count` layers are recomputed; the others keep `kept_values` values altogether, and their
+    backward runs first."""
     width, keeps = part.attention_width, recompute.keeps_attention
     offloaded = min(recompute.offloaded_layers, recomputed_count)
     waiting = (recomputed_count - offloaded) * (
@@ -145,7 +146,7 @@ def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
 
 def shard_copy_bytes(shape: ModelShape) -> int:
     """Return the bytes per adapter parameter of the compute copy and the gradient that a shard has of its
-    part of the parameters, beside the state of whole adapters. 0 if layers are not divided."""
+    part of the parameters, in addition to the state of whole adapters. Return 0 if layers are not divided."""
     if shape.shards == 1:
         return 0
     part = shape.values_per_token / shape.whole_values_per_token
@@ -230,7 +231,7 @@ class StreamedMemory:
 
     @cached_property
     def stage_input_bytes(self) -> int:
-        """Device bytes that each additional stage needs for its inputs."""
+        """Device bytes that each additional stage needs for the inputs of a whole round."""
         return 0 if self.offloads_inputs else self.input_bytes
 
     @cached_property
@@ -274,15 +275,15 @@ class StreamedMemory:
         )
 
     def parts(
-        self, sizes: Sequence[int], resident: Sequence[bool], slots: int, worker: int, stages: int
+        self, sizes: Sequence[int], resident_stages: Sequence[bool], slots: int, worker: int, stages: int
     ) -> tuple[int, int, int]:
         """Return the bytes of weights, of adapter state and of activations on a worker's device.
 
-        `sizes` and `resident` say, for each of its stages, how many layers it has and whether it stays on the
-        device. `slots` is the number of slots for streamed stages, and `stages` the number of stages of all
-        workers.
+        `sizes` and `resident_stages` contain, for each of its stages, the number of layers and whether the
+        stage stays on the device. `slots` is the number of slots for streamed stages, and `stages` the number
+        of stages of all workers.
         """
-        passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
+        passing = [size for size, stays in zip(sizes, resident_stages, strict=True) if not stays]
         own, largest = sum(sizes), max(sizes)
         # Resident layers have memory of their own, streamed ones share the slots.
         present = own - sum(passing) + min(slots, len(passing)) * max(passing, default=0)
@@ -297,9 +298,9 @@ class StreamedMemory:
         )
 
     def host_bytes(self, streamed_layers: int, stages: int, staging: int | None) -> int:
-        """Return the host bytes of streamed layers, streamed adapter state and offloaded inputs. If weights
-        stay in their files, `staging` is the number of bytes of the buffers that they pass through; otherwise
-        None."""
+        """Return the host bytes of streamed layers, streamed adapter state and offloaded inputs. `staging` is
+        the size in bytes of the buffers for weights that are read from their files, or None if weights are
+        held in host memory."""
         layers = streamed_layers * self.layer_bytes if staging is None else staging
         inputs = offloaded_inputs(stages) * self.input_bytes if self.offloads_inputs else 0
         shard = layers + (self.state_bytes if self.adapters_travel else 0) + inputs

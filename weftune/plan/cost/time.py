@@ -1,8 +1,8 @@
 """Time model of passes over the base, optimizer steps and saves. A pass is a forward or a backward.
 
-The time of a pass is a sum of terms, each multiplied by its count: seconds per token, per sample and so on.
-Terms come from a profile of the device or from the shape of the base, and are refitted to the measurements of
-a run (`refit.py`).
+The time of a pass is a sum of terms, such as seconds per token times the number of tokens. The coefficients
+come from a profile of the device or from the shape of the base, and are refitted to the measurements of a run
+(`refit.py`).
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """The counts of a pass (tokens, samples and so on) from which its time is predicted."""
+    """The counts of a pass, such as tokens and samples, from which its time is predicted."""
 
     tokens: int
     """Number of rows, padding included."""
     squares: int
-    """Sum of squared sample lengths, to which the cost of attention is proportional."""
+    """Sum of the squared sample lengths, to which the cost of attention is proportional."""
     samples: int
     supervised: int
     """Number of rows that go through the head."""
     adapted: int
-    """Number of adapter parameters that a row is multiplied by, summed over all rows."""
+    """Number of adapter parameters that each row is multiplied by, summed over all rows of the pass."""
     segments: int
-    """Number of segments, the rows that belong to one job."""
+    """Number of segments. A segment is the rows that belong to one job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Seconds of a forward or of a backward per unit of each count in `PassWork`. No value is negative."""
+    """Coefficients of the time model of a forward or of a backward: the seconds per token, per sample, and
+    per unit of each other count in `PassWork`. No value is negative."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -90,7 +91,7 @@ class Terms:
 
 
 TERMS = ("fixed", "token", "square", "sample", "supervised", "adapter", "segment")
-"""Names of the terms of a pass's time, in the order of `Terms.values` and of `term_counts`."""
+"""Names of the terms of the time model of a pass, in the order of `Terms.values` and of `term_counts`."""
 
 
 def make_terms(values: Iterable[float]) -> Terms:
@@ -98,7 +99,8 @@ def make_terms(values: Iterable[float]) -> Terms:
 
 
 def term_counts(work: PassWork) -> tuple[int, ...]:
-    """Return the count by which each term of a pass's time is multiplied, in the order of `TERMS`."""
+    """Return the counts by which the coefficients of the time model of a pass are multiplied, in the order of
+    `TERMS`."""
     return 1, work.tokens, work.squares, work.samples, work.supervised, work.adapted, work.segments
 
 
@@ -128,7 +130,8 @@ class PassTime:
     backward: float
     training: bool
     settled: bool = True
-    """Whether the pass took its usual time. False if kernels were compiled or a CUDA graph was captured."""
+    """Whether the measured times are those of a usual pass, in which no kernels were compiled and no CUDA
+    graph was captured."""
 
     @property
     def tokens(self) -> int:
@@ -160,9 +163,10 @@ class CostModel:
     overhead_per_action: float = 0.0
     """Seconds per action that are spent outside passes, optimizer steps and saves."""
     source: str
-    """Text for the user that says where the times come from."""
+    """Source of the time model, as a string for the user."""
     measured: bool = True
-    """Whether the terms are in seconds. If False, only their proportions to one another are known."""
+    """Whether the coefficients of the time model are in seconds. If False, only their proportions are
+    known."""
 
     def pass_seconds(self, work: PassWork) -> float:
         """Return the seconds of a forward and a backward together."""
@@ -170,11 +174,12 @@ class CostModel:
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
         """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        The microbatch is assumed to be composed like `typical_work`."""
+        Its numbers of samples and supervised rows per token are assumed to be those of `typical_work`."""
         return min(terms.tokens_within(seconds, typical_work) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """Return the predicted seconds of a program, or None if the terms are not in seconds."""
+        """Return the predicted seconds of a Program, or None if the time model was never fitted to
+        measurements."""
         if not self.measured:
             return None
         total, met = 0.0, active_parameters_by_job(shapes)
@@ -197,8 +202,8 @@ class CostModel:
         return total
 
     def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
-        """Return the predicted seconds of all forwards and backwards if jobs did not share microbatches.
-        Return None if the terms are not in seconds."""
+        """Return the predicted seconds that all forwards and backwards would take if jobs did not share
+        microbatches. Return None if the time model was never fitted to measurements."""
         if not self.measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
@@ -210,7 +215,7 @@ class CostModel:
         return sum(term * count for term, count in each)
 
     def times(self, factor: float) -> CostModel:
-        """Return the model with the terms of passes multiplied by `factor`."""
+        """Return a time model in which every forward and backward takes `factor` times as long."""
         return replace(
             self,
             forward=self.forward.times(factor),
@@ -227,8 +232,7 @@ def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
 def _solo_work(
     batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield, for every pass, the count of each term, in a training in which no two global batches share a
-    microbatch."""
+    """Yield the work counts of every pass of a training in which no two global batches share a microbatch."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity

@@ -1,8 +1,8 @@
 """Distribution of latencies over a given number of buckets, so that the sums of the buckets are nearly equal.
 
-The mean of the sums is fixed, so the smallest variance of the sums is their smallest sum of squares. For few
-latencies, the optimum is found. For many, the longest latencies are placed first; then latencies are moved
-and swapped while that reduces the sum of squares.
+The distribution with the smallest variance is sought. Since the mean of the sums is fixed, it is the one with
+the smallest sum of squares. For few latencies, the optimum is found. For many, the longest latencies are
+placed first; then latencies are moved and swapped while that reduces the sum of squares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 10
-"""Maximum number of latencies for which every distribution is tried."""
+"""Maximum number of latencies for which every distribution over buckets is tried."""
 SMALLEST_GAIN = 1e-12
 """Minimum relative reduction of the sum of squares that counts as a gain and not as a rounding error."""
 
@@ -21,7 +21,7 @@ Buckets = tuple[tuple[int, ...], ...]
 """Indices of the latencies in each bucket."""
 
 
-def balance(latencies: Sequence[float], count: int) -> Buckets:
+def balance_latencies(latencies: Sequence[float], count: int) -> Buckets:
     """Return `count` buckets, none of them empty, over which the latencies are distributed evenly."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
     buckets = improve_by_moves(assign_longest_first(latencies, count), latencies)
@@ -49,8 +49,8 @@ def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
 
 
 def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
-    """Return better buckets: latencies are moved or swapped, each time with the greatest reduction of the sum
-    of squares, until no change reduces it."""
+    """Return better buckets, found by greedy search: the move or swap of latencies that reduces the sum of
+    squares most is applied, until none reduces it."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
     for number, bucket in enumerate(buckets):
@@ -97,9 +97,11 @@ class _Search:
         self.squares = sum(total * total for total in bucket_sums(initial_buckets, latencies)) * (
             1 - SMALLEST_GAIN
         )
-        self._assign(0, [], [], 0.0)
+        self._assign_latency(0, [], [], 0.0)
 
-    def _assign(self, position: int, buckets: list[list[int]], sums: list[float], squares: float) -> None:
+    def _assign_latency(
+        self, position: int, buckets: list[list[int]], sums: list[float], squares: float
+    ) -> None:
         if squares >= self.squares or len(self.order) - position < self.count - len(buckets):
             return
         if position == len(self.order):
@@ -111,11 +113,13 @@ class _Search:
             before = sums[number]
             bucket.append(index)
             sums[number] += latency
-            self._assign(position + 1, buckets, sums, squares + latency * (2 * before + latency))
+            self._assign_latency(position + 1, buckets, sums, squares + latency * (2 * before + latency))
             bucket.pop()
             sums[number] = before
         if len(buckets) < self.count:
-            self._assign(position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency)
+            self._assign_latency(
+                position + 1, [*buckets, [index]], [*sums, latency], squares + latency * latency
+            )
 
 
 def _order_by_length(latencies: Sequence[float]) -> list[int]:

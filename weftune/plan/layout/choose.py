@@ -1,4 +1,5 @@
-"""The choice of how to run: the layout of the base on the devices, the token capacity, and the reasons.
+"""The choice of how to run a fine-tuning: the layout of the base on the devices, the token capacity, and the
+reasons.
 
 `weftune train` calls `choose_layout` for the machine that it runs on, and `weftune plan` for this or another
 machine. If one device is used, the base stays on it if it fits, and is otherwise streamed from host memory.
@@ -25,7 +26,7 @@ from weftune.plan.cost.memory import (
     answers_bytes,
     format_bytes,
 )
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import (
     fit_profile_memory,
@@ -39,8 +40,14 @@ from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
 from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
-from weftune.plan.layout.offloaded import is_faster, offload_optimizer, offloaded_round, pays_off, would_gain
-from weftune.plan.layout.seats import assign_seats, largest_fit, order_for_seats, too_large
+from weftune.plan.layout.offloaded import (
+    is_offloading_faster,
+    is_offloading_worthwhile,
+    offload_optimizer,
+    offloaded_round,
+    would_more_memory_help,
+)
+from weftune.plan.layout.seats import assign_seats, largest_fitting_count, order_for_seats, too_large
 from weftune.plan.layout.stages import (
     PartCosts,
     cut_layers,
@@ -79,7 +86,8 @@ class Machine:
 
     on_gpu: bool
     devices: int = 1
-    """Number of devices. It is used only if one of `workers`, `replicas`, `shards` and `shares` is `AUTO`."""
+    """Number of devices. It matters only if the number of workers, replicas, shards or shares is left to the
+    planner."""
     budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     process_bytes: int = 0
@@ -87,8 +95,8 @@ class Machine:
     stream_budget_bytes: int | None = None
     """Device bytes available when the base is streamed. None disables streaming."""
     has_user_limit: bool = False
-    """Whether the user limited the device bytes. Only then may the base be streamed if `choose_layout`
-    divides it among several devices."""
+    """Whether the user limited the device bytes. Only then may the planner stream a base that is divided
+    among several devices."""
     host_budget_bytes: int = 0
     """Bytes of host memory available to the run, summed over all hosts."""
     decoder_bytes: int = 0
@@ -96,17 +104,17 @@ class Machine:
     capacity: int | None = None
     """Maximum tokens per microbatch. None uses the default of the device."""
     workers: int = 1
-    """Number of pipeline stages per replica, or `AUTO`, which lets `choose_layout` decide."""
+    """Number of pipeline stages per replica, or `AUTO` if the planner is to choose it."""
     replicas: int = 1
-    """Number of copies of all stages (data parallelism), or `AUTO`, which lets `choose_layout` decide."""
+    """Number of copies of all stages (data parallelism), or `AUTO` if the planner is to choose it."""
     shards: int = 1
-    """Number of workers that hold each layer together (tensor parallelism), or `AUTO`, which lets
-    `choose_layout` decide."""
+    """Number of workers among which each layer is divided (tensor parallelism), or `AUTO` if the planner is
+    to choose it."""
     shares: int = 1
-    """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO`, which lets
-    `choose_layout` decide."""
+    """Number of parts into which the jobs are divided, each trained by its own workers, or `AUTO` if the
+    planner is to choose it."""
     overlaps: bool = False
-    """Whether microbatches overlap on the shards, as `choose_layout` has decided."""
+    """Whether the all-reduces over shards of one microbatch overlap with the computation of another."""
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
@@ -116,8 +124,8 @@ class Machine:
     worker_profile: Profile | None = None
     """Profile of the device, measured with as many threads as each of several workers has."""
     measure_gpu: Callable[[int, int, int], StreamDevice] = _refuse_unmeasured_device
-    """Function that returns the speeds of the GPU, measured or from its data sheet, given the available
-    device bytes, host bytes and the number of workers. It is called only if a base may be streamed."""
+    """Function that returns the GPU with its speeds, measured or from the data sheet, given the available
+    device bytes, host bytes and the number of workers. It is called only if the base may be streamed."""
     make_file_device: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: (
         file_device(device)
     )
@@ -130,14 +138,14 @@ class Machine:
 
     @property
     def first_only_bytes(self) -> int:
-        """Bytes of `process_bytes` that only the first of several workers holds."""
+        """Process memory that only the first of several workers needs, in bytes."""
         if self.on_gpu or self.worker_profile is None or self.workers == 1:
             return 0
         return self.worker_profile.first_only_bytes
 
     def stream_device(self, budget_bytes: int) -> StreamDevice:
-        """Return the device with `budget_bytes` bytes to which a base is streamed. Without a GPU, it is
-        emulated in host memory."""
+        """Return the device to which a base is streamed, with `budget_bytes` bytes for the run. Without a
+        GPU, the device is emulated in host memory."""
         if not self.on_gpu:
             return emulated_device(budget_bytes, self.host_budget_bytes)
         return self.measure_gpu(budget_bytes, self.host_budget_bytes, self.workers)
@@ -154,7 +162,8 @@ class Machine:
         )
 
     def with_division(self, division: Division) -> Machine:
-        """Return the machine as each share of the jobs sees it, with these numbers of workers."""
+        """Return the part of the machine that each share of the jobs uses, with the numbers of workers and
+        the capacity of `division`."""
         return replace(
             self,
             shares=division.shares,
@@ -169,7 +178,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
-    """How the jobs will run on a machine, as `choose_layout` has decided, with predictions and reasons."""
+    """The chosen way to run jobs on a machine: layout, capacity and memory model, with predictions and
+    reasons."""
 
     machine: Machine
     """Machine on which each share of the jobs runs, with the chosen numbers of workers and shares."""
@@ -186,34 +196,37 @@ class LayoutChoice:
     """Predicted peak bytes on the fullest device with full microbatches, including the process."""
     host_bytes: int = 0
     """Bytes of host memory that all workers together need."""
-    waiting_share: float = 0.0
-    """Share of a round's time in which devices wait for the host."""
+    waiting_fraction: float = 0.0
+    """Fraction of a round's time in which devices wait for the host."""
     reason: str
     """Reason for the choice, as the rest of a sentence that begins with `The base is`."""
     user_note: str = ""
-    """Sentence that a run reports about the choice. Empty if the base simply stays whole on one device."""
+    """Sentence about the layout that a run shows to the user. Empty if the whole base stays on one device."""
     reads_weight_files: bool = False
     """Whether streamed weights stay in their files and are read from there in every round."""
     stream_device: StreamDevice | None = None
     """Device that the base is streamed to. None unless the base is streamed."""
     window_rounds: int
-    """Global batches of each job per window."""
+    """Number of global batches of each job per window."""
     cost_model: CostModel | None = None
-    """Time model of a single worker, from its profile. None without a profile or with several workers."""
+    """Time model of a single worker, computed from its profile. None without a profile or with several
+    workers."""
     first_pass_seconds: float = 0.0
     """Additional seconds of the first pass of a single worker. 0 with several workers."""
     step_wait: Rate = NO_TIME
-    """Time that devices wait for optimizer steps whose state is in host memory. It is included in
-    `cost_model`."""
+    """Time that devices wait for optimizer steps whose state is in host memory. The cost model includes
+    it."""
     stage_times: StageTimes | None = None
-    """Predictor of the times of each stage's passes. None unless several workers have a profile."""
+    """Predictor of the times of forwards and backwards on each stage. None unless there are several workers
+    and a profile."""
     load_pace: LoadPace | None = None
     """Weight bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
     mechanisms: Mechanisms = ALL_MECHANISMS
-    """Mechanisms with which windows are planned."""
+    """Optional methods of planning windows, such as cutting long samples into chunks, and whether each of
+    them is used."""
     candidates: tuple[Candidate, ...] = ()
-    """Ways to divide the devices whose speed was predicted, the chosen one first. Empty if no sample lengths
-    of the jobs were given."""
+    """Divisions of the devices among jobs, stages and shards whose speed was predicted, the chosen one first.
+    Empty if no sample lengths of the jobs were given."""
 
     @property
     def shape(self) -> ModelShape:
@@ -230,8 +243,8 @@ class LayoutChoice:
 
     @property
     def min_chunk_rows(self) -> int:
-        """Minimum rows of the chunks into which long samples may be cut. 0 if samples stay whole, because
-        some layers carry a recurrent state from row to row."""
+        """Minimum rows of the chunks into which long samples may be cut. 0 if samples stay whole, since some
+        layers have a recurrent state."""
         if self.shape.is_recurrent:
             return 0
         return ENOUGH_TOKENS if self.memory.uses_fused_ops else CPU_CHUNK_ROWS
@@ -243,11 +256,11 @@ class LayoutChoice:
         are_measured: bool = False,
         hands_over: bool = True,
     ) -> Pacing | None:
-        """Return the options for planning a pipeline whose stages have the speeds in `paces`. Return None if
-        the layout is no pipeline.
+        """Return the options for planning the windows of a pipeline whose stages have the speeds in `paces`,
+        or None if the layout is no pipeline.
 
-        Samples are cut into chunks, and microbatches made much smaller than the capacity, only if the paces
-        are measured, since guessed paces contain no fixed time per pass.
+        Cutting samples into chunks and much smaller microbatches are allowed only if the speeds are measured,
+        since guessed ones contain no fixed time per pass.
         """
         if not self.layout.is_pipeline:
             return None
@@ -266,7 +279,7 @@ class LayoutChoice:
         """Predicted speed of training before the run has measured anything."""
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
-        cost, machine = self.cost_model or arithmetic(self.shape), self.machine
+        cost, machine = self.cost_model or uncalibrated_cost_model(self.shape), self.machine
         if machine.on_gpu and machine.device_flops is not None and not cost.measured:
             # A shard has a part of every matrix product. Stages and replicas work at the same time.
             workers = self.layout.workers * self.layout.replicas
@@ -304,7 +317,8 @@ def choose_layout(
 
 
 def _choose_undivided(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
-    """Return the choice for a machine whose numbers of workers are all fixed."""
+    """Return the layout and capacity for a machine whose numbers of workers, replicas and shards are
+    given."""
     if machine.workers * machine.replicas * machine.shards > 1:
         _check_decoder_fits(machine, "several processes share the base or its batches")
         return _choose_streamed_by_workers(shape, jobs, machine) or _choose_pipeline(shape, jobs, machine)
@@ -334,8 +348,8 @@ def _price_candidates(
         own = replace(machine.with_division(division), stream_budget_bytes=None)
         if division.workers_per_share == 1:
             choice = _choose_resident(shape, share, own)
-            return choice if _fits_each(choice.memory, share) else None
-        fits = _fits_each(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
+            return choice if _does_each_job_fit(choice.memory, share) else None
+        fits = _does_each_job_fit(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
         return _choose_pipeline(shape, share, own) if fits else None
 
     limits = workload.limits(machine.division, machine.devices)
@@ -344,7 +358,7 @@ def _price_candidates(
     return tuple(search(jobs, workload, limits, devices, build))
 
 
-def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
+def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
     """Return whether every job fits in memory if it runs alone."""
     return all(
         # Most layouts have no room for the weights, which is quickly seen.
@@ -354,8 +368,8 @@ def _fits_each(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
 
 
 def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machine:
-    """Return the machine with the numbers of workers of the best candidate. If there is no candidate, since
-    nothing fits, all GPUs stream the base together."""
+    """Return the machine with the numbers of workers of the best candidate. Without candidates, since no
+    division fits in memory, all GPUs stream the base together."""
     if candidates:
         division = candidates[0].division
         several = division.devices > 1
@@ -414,8 +428,8 @@ def _choose_resident(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _offload_optimizer(
     resident_choice: LayoutChoice, jobs: Sequence[JobShape], machine: Machine
 ) -> LayoutChoice | None:
-    """Return `resident_choice` with the optimizer offloaded: master weights and moments are in host memory.
-    Return None unless this admits more jobs at about the same speed, admits a job that does not fit
+    """Return `resident_choice` with the optimizer offloaded, which keeps master weights and moments in host
+    memory. Return None unless this admits more jobs at about the same speed, admits a job that does not fit
     otherwise, or runs all jobs faster."""
     if not machine.on_gpu:
         return None
@@ -447,7 +461,7 @@ def _offload_optimizer(
         attached_jobs=together,
         peak_device_bytes=peak_device_bytes(memory, together, machine.max_tokens),
         host_bytes=host_bytes,
-        waiting_share=share,
+        waiting_fraction=share,
         reason=why,
         user_note=f"The base is {why}.",
         window_rounds=TRAVEL_ROUNDS,
@@ -465,15 +479,17 @@ def _more_jobs_reason(
     device: Callable[[], StreamDevice],
 ) -> str:
     """Return the reason for offloading the optimizer to admit more jobs, as the rest of a sentence after
-    `since`. Return an empty string if running fewer jobs at a time is as good. `memory` is the memory model
-    with the optimizer offloaded, and `attached_jobs` are the jobs that it admits."""
+    `since`. Return an empty string if offloading is not worthwhile. `memory` is the memory model with the
+    optimizer offloaded, and `attached_jobs` are the jobs that it admits."""
     too_large = {job.name for job in jobs if resident_choice.memory.misfit_reason([job]) is not None}
     only_so = any(memory.misfit_reason([job]) is None for job in jobs if job.name in too_large)
     if not only_so and len(attached_jobs) <= len(resident_choice.attached_jobs):
         return ""
     if not only_so:
         others = [job for job in jobs if job.name not in too_large]
-        if not pays_off(memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens):
+        if not is_offloading_worthwhile(
+            memory, resident_choice.memory, others, device(), resident_choice.machine.max_tokens
+        ):
             return ""
     return (
         f"{len(attached_jobs)} of {len(jobs)} jobs are admitted with it "
@@ -490,9 +506,12 @@ def _faster_step_reason(
     """Return the reason why a step of all jobs is faster with the optimizer offloaded, as the rest of a
     sentence after `since`. Return an empty string if it is not faster."""
     max_tokens = resident_choice.machine.max_tokens
-    if not would_gain(resident_choice.memory, jobs, max_tokens) or memory.misfit_reason(jobs) is not None:
+    if (
+        not would_more_memory_help(resident_choice.memory, jobs, max_tokens)
+        or memory.misfit_reason(jobs) is not None
+    ):
         return ""
-    if not is_faster(memory, resident_choice.memory, jobs, device(), max_tokens):
+    if not is_offloading_faster(memory, resident_choice.memory, jobs, device(), max_tokens):
         return ""
     after, before = (one.choose_recompute(jobs, max_tokens) for one in (memory, resident_choice.memory))
     reason = (
@@ -507,9 +526,9 @@ def _faster_step_reason(
 
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
-    """Return the choice of streaming the base to one device. Return None if streaming is disabled or not
-    needed: on a GPU if every job can train alone without it, on an emulated device if the jobs that run
-    together can."""
+    """Return the layout for streaming the base to one device. Return None if streaming is disabled or not
+    needed. A GPU does not need it if every job can train alone without it, an emulated device if the jobs
+    that run together can."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -530,7 +549,7 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     )
     return replace(
         choice,
-        cost_model=cost.times(1 / (1 - choice.waiting_share)),
+        cost_model=cost.times(1 / (1 - choice.waiting_fraction)),
         first_pass_seconds=profile.first_seconds,
     )
 
@@ -538,8 +557,8 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _streamed_choice(
     shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice
 ) -> LayoutChoice:
-    """Return the layout choice for a streamed base on one worker or several. It does not contain the times of
-    a profile."""
+    """Return the layout choice for a base that is streamed to one or several workers, without times from a
+    profile."""
     fit, beside = _memory_fit(shape, machine), 0
     if not machine.on_gpu:
         # An emulated device is part of the host and is measured with the process and what lies in its memory.
@@ -567,7 +586,7 @@ def _streamed_choice(
         round_seconds=choice.round_seconds,
         peak_device_bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
-        waiting_share=choice.waiting_share,
+        waiting_fraction=choice.waiting_fraction,
         reason=choice.reason,
         user_note=f"The base is {choice.reason}.",
         reads_weight_files=choice.reads_weight_files,
@@ -577,8 +596,8 @@ def _streamed_choice(
 
 
 def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
-    """Return the correction factors of the memory model that the machine's profile yields. Without a profile,
-    nothing is corrected."""
+    """Return the correction factors of the memory model that follow from the machine's profile. Without a
+    profile, all factors are 1."""
     profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, machine.on_gpu)
     return UNFITTED if profile is None else fit_profile_memory(profile, whole)
@@ -588,7 +607,7 @@ def _memory_fit(shape: ModelShape, machine: Machine) -> MemoryFit:
 
 
 def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice:
-    """Return a choice in which each worker holds one stage, or a shard or replica of it, without
+    """Return the layout in which each worker holds one stage, or a shard or replica of it, without
     streaming."""
     stage_ranges, note = _cut_stages(shape, machine), ""
     counts = " + ".join(str(one.stop - one.start) for one in stage_ranges)
@@ -611,19 +630,19 @@ def _choose_pipeline(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 
 
 def _cut_stages(shape: ModelShape, machine: Machine) -> Sequence[LayerRange]:
-    """Return the layers of each stage."""
+    """Return the layers of each pipeline stage, balanced by the machine's profile if there is one."""
     if machine.workers == 1:
         return (LayerRange(0, shape.layers, shape.layers),)
     return cut_layers(shape, machine.workers, part_costs(shape, machine))
 
 
 def _local_shape(shape: ModelShape, machine: Machine) -> ModelShape:
-    """Return the sizes of the base or, if layers are divided, of one shard of it."""
+    """Return the shape of the base or, if layers are divided, of one shard of it."""
     return shard_shape(shape, machine.shards) if machine.shards > 1 else shape
 
 
 def _pipeline_memory(shape: ModelShape, machine: Machine, stages: Sequence[LayerRange]) -> MemoryModel:
-    """Return the memory model of workers that each hold a stage, or a shard of one."""
+    """Return the memory model of a run in which each worker holds a stage, or a shard of one."""
     return MemoryModel(
         _local_shape(shape, machine),
         machine.budget_bytes,
@@ -647,7 +666,7 @@ def _pipeline_reason(machine: Machine, layer_counts: str) -> str:
 def _choose_streamed_by_workers(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine
 ) -> LayoutChoice | None:
-    """Return the choice of streaming the base to several workers together. Return None if streaming is
+    """Return the layout for streaming the base to several workers together. Return None if streaming is
     disabled, or if every job fits alone on workers that each hold one stage, or a shard of one."""
     budget = machine.stream_budget_bytes
     if budget is None or machine.workers * machine.shards == 1:
@@ -677,7 +696,7 @@ def _choose_streamed_by_workers(
             errors.append(error)
         return count in found
 
-    count = largest_fit(fits, len(jobs))
+    count = largest_fitting_count(fits, len(jobs))
     if not count:
         raise errors[-1]
     layer = layer_bytes(local)
@@ -698,18 +717,18 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
     times = StageTimes(
         shape.layers, pass_terms(profile, shape), step_rate(profile), machine.link, output_bytes
     )
-    return times.for_shards(shape, machine.shards)
+    return times.divide_among_shards(shape, machine.shards)
 
 
 # -- admission ------------------------------------------------------------------------------------------
 
 
 def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Return the jobs that run together from the start, which are those that the scheduler would admit."""
+    """Return the jobs that run together from the start, selected as the scheduler selects them."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = too_large(first, memory.misfit_reason)
-    return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated
+    return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated_jobs
 
 
 def peak_device_bytes(memory: MemoryModel, attached_jobs: Sequence[JobShape], max_tokens: int) -> int:

@@ -1,12 +1,12 @@
 """The search over ways to divide several devices among jobs: shares × replicas × stages × shards.
 
-A share is a part of the jobs, which a team of workers trains. A team holds replicas of the base; each replica
-is cut into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are dropped.
-The speed of the others is predicted (they are priced) for the first window, a few global batches, of the
-share that has the most work, since a run takes as long as its slowest share. Divisions are priced in the
-order of an optimistic bound on their speed, which assumes that no worker waits for another, until no other
-division can be faster. If layers are recomputed to make room for large microbatches, half of the token
-capacity is tried too.
+A share is a part of the jobs that has its own workers. They hold replicas of the base; each replica is cut
+into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are dropped. The
+speed of the others is predicted (they are priced) for the first window, a few global batches, of the share
+that has the most work, since a run takes as long as its slowest share. Divisions are priced in the order of
+an optimistic bound on their speed, which assumes that no worker waits for another, until no other division
+can be faster. If layers are recomputed to make room for large microbatches, half of the token capacity is
+tried too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from weftune.plan.layout.choose import LayoutChoice
 
 AUTO = 0
-"""Placeholder for a number in a `Division` that the search chooses."""
+"""Placeholder for a number of shares, replicas, stages or shards that the planner is to choose."""
 
 SAME_SPEED = 0.01
-"""Relative difference of speeds below which the simpler of two divisions is chosen."""
+"""Relative difference in speed below which the simpler of two divisions of the devices is chosen."""
 SHOWN = 3
-"""Number of candidates that are reported to the user."""
+"""Number of ways to divide the devices that are reported to the user."""
 ROUND_TOKENS = 64
 """Token capacities are multiples of this number, except a capacity that is the length of the longest
 sample."""
@@ -46,7 +46,8 @@ candidate's speed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """One way to divide devices among jobs, and the token capacity of microbatches."""
+    """One way to divide devices among jobs, as numbers of shares, replicas, stages and shards, with the token
+    capacity of microbatches."""
 
     shares: int = 1
     replicas: int = 1
@@ -55,12 +56,13 @@ class Division:
     capacity: int | None = None
     """Maximum tokens per microbatch. None means the default of the device."""
     overlaps: bool = False
-    """Whether two microbatches take turns at half layers, so that the sums over shards of one overlap with
-    the computation of the other."""
+    """Whether two microbatches alternate after every half layer, so that the all-reduces over shards of one
+    overlap with the computation of the other."""
 
     @property
     def may_overlap(self) -> bool:
-        """Whether microbatches could overlap: each share is one stage of shards."""
+        """Whether the all-reduces of one microbatch can overlap with the computation of another, which
+        requires shards and a single stage."""
         return self.shards > 1 and self.stages == self.replicas == 1
 
     @property
@@ -73,13 +75,14 @@ class Division:
 
     @property
     def complexity(self) -> tuple[int, int, int, int, bool]:
-        """Sort key for divisions of the same speed, of which the smallest is chosen. It prefers shares to
-        replicas, replicas to stages, stages to shards, and shards without overlap to those with overlap."""
+        """Sort key for divisions of the devices with the same speed. The division with the smallest key is
+        chosen. It prefers shares to replicas, replicas to stages, stages to shards, and shards without
+        overlap to those with overlap."""
         return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
     def text(self) -> str:
-        """The division as text for the user, such as `2 replicas of 4 shards`."""
+        """Description of the division for the user, such as `2 replicas of 4 shards`."""
         counts = (
             (self.shares, "shares"),
             (self.replicas, "replicas"),
@@ -108,11 +111,11 @@ class WindowPrice:
 
     tokens: int
     seconds: float
-    computed: float
+    computing_fraction: float
     """Fraction of the time in which the devices compute."""
-    without_link: float
+    seconds_without_link: float
     """Predicted seconds of the window if transfers between devices took no time."""
-    recomputed: float
+    recomputing_fraction: float
     """Fraction of the computing time that is spent on recomputing forwards in the backward."""
     peak_bytes: int
     capacity: int
@@ -128,22 +131,22 @@ class Candidate:
 
     division: Division
     capacity: int
-    """Maximum tokens per microbatch that memory permits."""
+    """Maximum number of tokens per microbatch that fits in memory."""
     tokens_per_second: float
     """Predicted tokens per second of all jobs together, if the run takes as long as its slowest share."""
     needs_bytes: int
     """Peak bytes on the fullest device in the first window."""
-    idle_share: float
+    idle_fraction: float
     """Fraction of the time of all devices of the machine in which they do not compute."""
     limited_by: str
-    """Largest cause of lost time: memory, link, bubbles (idle pipeline stages), Steps (optimizer steps), jobs
-    (uneven shares) or devices (unused ones). It is `compute` if little time is lost."""
+    """Name of the largest cause of lost time: memory, link, bubbles (idle pipeline stages), Steps (optimizer
+    steps), jobs (uneven shares) or devices (unused ones); `compute` if little time is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivisionSpace:
-    """The space of the search: for each number of a division, the values to choose from. A number that a
-    command-line option fixes has one value."""
+    """The divisions of the devices that are searched, as the possible numbers of shares, replicas, stages and
+    shards. A number that is set on the command line has one value."""
 
     shares: Sequence[int]
     replicas: Sequence[int]
@@ -152,7 +155,8 @@ class DivisionSpace:
     capacity: int | None
     """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
     may_overlap: bool = False
-    """Whether microbatches may overlap on shards."""
+    """Whether divisions may be tried in which the all-reduces over shards of one microbatch overlap with the
+    computation of another."""
 
     @property
     def chooses_capacity(self) -> bool:
@@ -179,30 +183,31 @@ class DivisionSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The facts about the jobs and the base that the search needs."""
+    """The properties of the jobs and of the base that the search for the best division of the devices
+    needs."""
 
     windows: Mapping[str, JobWindow]
     """Maps each job to its next global batches, without evaluations."""
     seconds: Mapping[str, float]
-    """Maps each job to the predicted seconds of its whole training on one device. Only their ratios
-    matter."""
+    """Maps each job to the predicted seconds of its whole training on one device. Only the ratios of these
+    numbers matter."""
     shape: ModelShape
     """Shape of the whole base."""
     times: StageTimes
-    """Predictor of the times of layers that are not divided into shards."""
+    """Predictor of the times of forwards and backwards if layers are not divided into shards."""
     price: Callable[[LayoutChoice], WindowPrice]
-    """Function that predicts time and memory of the first window of a share."""
+    """Function that predicts the time and memory of the first window of a share of the jobs."""
     max_shares: int | None = None
     """Maximum number of shares of the jobs. None means the number of jobs."""
     shard_counts: Sequence[int] = (1,)
-    """Numbers of shards that the base and the adapters allow."""
+    """Numbers of shards into which the base and the adapters can be divided."""
     may_overlap: bool = False
-    """Whether the layers of the base can run one half at a time, so that microbatches can overlap on
-    shards."""
+    """Whether the layers of the base can run one half at a time, which is required for overlapping
+    all-reduces with computation."""
 
     def limits(self, fixed: Division, devices: int) -> DivisionSpace:
-        """Return the space of the search. It contains all possible values for each number that is `AUTO` in
-        `fixed`, and only the given value for each other number."""
+        """Return the divisions to search: all possible values of each number that is `AUTO` in `fixed`, and
+        the given value of each other number."""
 
         def values_up_to(number: int, max_count: int) -> Sequence[int]:
             return range(1, max_count + 1) if number == AUTO else (number,)
@@ -224,8 +229,8 @@ def search(
     devices: int,
     build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
 ) -> list[Candidate]:
-    """Return the fastest candidates, the best first, or an empty list if nothing fits in memory. Of the
-    candidates that are nearly as fast as the fastest, the simplest goes first.
+    """Return the fastest divisions of the devices, or an empty list if none fits in memory. The first one is
+    the simplest among those that are about as fast as the fastest.
 
     `build` returns the layout of a share, given a division and the jobs of the share, or None if one of these
     jobs does not fit in memory even alone.
@@ -236,7 +241,7 @@ def search(
     found: list[Candidate] = []
     for division in limits.divisions(devices):
         heapq.heappush(waiting, (-bounds.bound_without_layout(division), next(order), division, None))
-    while waiting and -waiting[0][0] >= _least_speed(found):
+    while waiting and -waiting[0][0] >= _least_reported_speed(found):
         bound, _, division, choice = heapq.heappop(waiting)
         share = bounds.heaviest_share(division.shares)
         if choice is not None:
@@ -254,20 +259,21 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Microbatches:
-    """Recomputation and token capacity of microbatches that memory allows in a layout."""
+    """The recomputation of activations and the token capacity of microbatches that memory allows in a
+    layout."""
 
     recompute: Recompute
     capacity: int
     least_capacity: int
     single_tokens: int
-    """Tokens of a round's single microbatch, which must be split so that microbatches can overlap. 0 if they
-    do not overlap, or if a round has several microbatches."""
+    """Number of tokens of a round that would be a single microbatch and must be split, since only two
+    microbatches can overlap. 0 if nothing overlaps or a round has several microbatches."""
 
     @property
     def smaller_capacity(self) -> int:
-        """A second token capacity to try, about half of the first. Layers may then need no recomputation, or
-        a round may have two microbatches that overlap. 0 if neither applies, or if the longest sample needs
-        the full capacity."""
+        """Second token capacity to try, about half of the first, with which layers may need no recomputation
+        or a round may have two microbatches that overlap. 0 if there is no reason to try it, or if the
+        longest sample needs the full capacity."""
         if self.single_tokens:
             half = -(-self.single_tokens // (2 * ROUND_TOKENS)) * ROUND_TOKENS
         elif self.recompute.recomputed_layers:
@@ -287,9 +293,9 @@ def _microbatches(choice: LayoutChoice) -> _Microbatches:
     return _Microbatches(recompute, capacity, max_sample_tokens(jobs), single_tokens)
 
 
-def _least_speed(candidates: Sequence[Candidate]) -> float:
-    """Return the tokens per second that a further division must reach to be reported. It is 0 until enough
-    candidates are found."""
+def _least_reported_speed(candidates: Sequence[Candidate]) -> float:
+    """Return the number of tokens per second that a further division of the devices must reach to be
+    reported. Return 0 until enough candidates are found."""
     fastest = _fastest_capacities(candidates)
     return fastest[SHOWN - 1].tokens_per_second if len(fastest) >= SHOWN else 0.0
 
@@ -321,16 +327,16 @@ def _make_candidate(
     division: Division, price: WindowPrice, has_room: bool, part: float, devices: int
 ) -> Candidate:
     """Return the candidate for a division. `price` is the predicted window of the share with the most work.
-    `has_room` says whether all jobs of this share fit in memory together, and `part` is the fraction of the
-    work of all jobs that this share has."""
+    `has_room` is whether all jobs of this share fit in memory together, and `part` is the fraction of all
+    work that belongs to this share."""
     used = division.devices / devices
     even = 1 / (part * division.shares)
-    idle_share = 1.0 - price.computed * used * even
-    link = 1.0 - price.without_link / price.seconds
-    waits = 1.0 - price.computed - link
+    idle_fraction = 1.0 - price.computing_fraction * used * even
+    link = 1.0 - price.seconds_without_link / price.seconds
+    waits = 1.0 - price.computing_fraction - link
     losses = {
         # Waits are longer where jobs wait for memory, since fewer jobs fill them.
-        "memory": price.recomputed * price.computed + (0.0 if has_room else waits),
+        "memory": price.recomputing_fraction * price.computing_fraction + (0.0 if has_room else waits),
         "link": link,
         "bubbles" if division.stages > 1 else "Steps": waits,
         "jobs": 1.0 - even,
@@ -342,7 +348,7 @@ def _make_candidate(
         capacity=price.capacity,
         tokens_per_second=price.tokens_per_second / part,
         needs_bytes=price.peak_bytes,
-        idle_share=idle_share,
+        idle_fraction=idle_fraction,
         limited_by=worst if losses[worst] > SMALL_LOSS else "compute",
     )
 
@@ -351,12 +357,12 @@ def _make_candidate(
 class _HeaviestShare:
     jobs: tuple[str, ...]
     part: float
-    """Fraction of the work of all jobs that this share has."""
+    """Fraction of the work of all jobs that belongs to this share."""
 
 
 class _Bounds:
-    """Upper bounds on the speed of divisions. They assume that no worker waits for another, except while a
-    pipeline fills and drains."""
+    """Upper bounds on the training speed with different divisions of the devices. They assume that no worker
+    waits for another, except while a pipeline fills and drains."""
 
     def __init__(self, jobs: Sequence[JobShape], workload: Workload) -> None:
         self._jobs, self._workload = jobs, workload
@@ -367,7 +373,7 @@ class _Bounds:
         """Maps (shares, stages, shards, overlaps) to the bound on the tokens per second with one replica."""
 
     def heaviest_share(self, shares: int) -> _HeaviestShare:
-        """Return the share with the most work if the jobs are divided into this number of shares."""
+        """Return the share of the jobs with the most work if the jobs are divided into `shares` shares."""
         if shares not in self._shares:
             seconds = self._workload.seconds
             sources = {job.name: job.source_job for job in self._jobs}
@@ -412,11 +418,11 @@ class _Bounds:
     def _sharded_times(self, shards: int) -> StageTimes:
         if shards not in self._times:
             shape = self._workload.shape
-            self._times[shards] = self._workload.times.for_shards(shape, shards)
+            self._times[shards] = self._workload.times.divide_among_shards(shape, shards)
         return self._times[shards]
 
     def _total_work(self, windows: Sequence[JobWindow]) -> PassWork:
-        """Return the work of all batches of these windows as if it were one pass."""
+        """Return the total token and sample counts of all batches in these windows, as those of one pass."""
         batches = [batch for window in windows for batch in window.batches]
         lengths = [placed.length for batch in batches for placed in batch.samples]
         return PassWork(

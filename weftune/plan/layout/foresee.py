@@ -1,9 +1,9 @@
 """Prediction of the time of a window (a few global batches) from a profile or data sheet of the device.
 
-The times of one worker's passes are summed; several workers are simulated. If shards divide the layers
-(tensor parallelism), each attention and each feed-forward has one all-reduce over the shards in its forward
-and one in its backward, of as many values as the hidden states have. Nothing is computed meanwhile, unless
-microbatches overlap.
+For one worker, the times of its forwards and backwards are summed; for several workers, their schedule is
+simulated. If shards divide the layers (tensor parallelism), each attention and each feed-forward has one
+all-reduce over the shards in its forward and one in its backward, of as many values as the hidden states
+have. The devices are idle meanwhile, unless microbatches overlap.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import LoadPace, simulate_timeline
 
 REPEATED_SUMS = 0.5
-"""Fraction of the sums over shards of a layer's forward that its recomputation repeats. The second sum is the
-output of the layer, which no gradient needs unless a norm follows."""
+"""Fraction of the all-reduces over shards in a layer's forward that are repeated when the layer is
+recomputed. Only the first of the two is: the second one yields the layer's output, which the backward needs
+only if a norm follows."""
 ATTENTION = "self_attn"
-"""Part of the names of linears that belong to attention, in all families whose microbatches can overlap."""
+"""Part of the module paths of all linears that belong to attention, in the families of models whose layers
+can run in halves."""
 LAUNCH_SECONDS = 5e-4
-"""Assumed seconds in which the host launches the kernels of half a layer. Passes that overlap are not
-captured as CUDA graphs, so no half layer takes less time."""
+"""Assumed seconds that the host takes to launch the kernels of half a layer. It is the minimum time of half a
+layer if microbatches overlap, since their passes are not captured as CUDA graphs."""
 GRADIENT_BYTES = 4
-"""Bytes per adapter parameter of the gradients that shards and replicas sum."""
+"""Bytes per adapter parameter of the gradients that are summed over shards and replicas."""
 
 
 def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
@@ -56,7 +58,8 @@ def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, l
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Predictor of the times of passes over the stages of a base, which several workers hold."""
+    """Predictor of the times of forwards and backwards over the stages of a base that several workers
+    hold."""
 
     layers: int
     terms: DirectionTerms
@@ -64,18 +67,19 @@ class StageTimes:
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     output_bytes: int = 0
-    """Bytes per token that a stage sends to the next one, and that each sum over shards has."""
+    """Bytes per token that a stage sends to the next one, and of the tensors that are summed over shards."""
     shards: int = 1
-    """Number of workers that hold each layer together. `terms` are the terms of one of these workers."""
+    """Number of workers among which each layer is divided. The predicted times are those of one of them."""
     divides_vocabulary: bool = False
-    """Whether shards also divide the embedding and the head, which adds a sum over shards at both."""
+    """Whether embedding and head are divided among shards too, which requires an all-reduce at both."""
     exchanges_row_maxima: bool = False
-    """Whether shards exchange the largest values of rows that they round to 8-bit floats together."""
-    attention_share: float = 0.0
-    """Fraction of attention in the part of a layer's time that is proportional to its weights. Set for shards
-    only."""
+    """Whether shards exchange the largest value of each row, so that all round the row to 8-bit floats with
+    the same scale."""
+    attention_fraction: float = 0.0
+    """Fraction of a layer's weights that belongs to attention. It divides a layer's time into its halves, and
+    is set only if layers are divided into shards."""
 
-    def for_shards(self, shape: ModelShape, shards: int) -> StageTimes:
+    def divide_among_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
         times of passes, samples and jobs are not divided."""
         if shards == 1:
@@ -84,28 +88,30 @@ class StageTimes:
         adapters = local.values_per_token / shape.values_per_token
         head = local.vocabulary / shape.vocabulary
 
-        def divide(kind: KindTerms) -> KindTerms:
+        def divide_terms(kind: KindTerms) -> KindTerms:
             return replace(
                 kind,
-                layer=_scale_rows(kind.layer, 1 / shards),
-                head=_scale_rows(kind.head, head),
-                adapter=_scale_rows(kind.adapter, adapters),
+                layer=_scale_row_terms(kind.layer, 1 / shards),
+                head=_scale_row_terms(kind.head, head),
+                adapter=_scale_row_terms(kind.adapter, adapters),
             )
 
-        terms = DirectionTerms(*map(divide, (self.terms.forward, self.terms.backward, self.terms.evaluation)))
+        terms = DirectionTerms(
+            *map(divide_terms, (self.terms.forward, self.terms.backward, self.terms.evaluation))
+        )
         return replace(
             self,
             terms=terms,
             shards=shards,
             divides_vocabulary=head < 1,
             exchanges_row_maxima=shape.multiplies_stored_format,
-            attention_share=_attention_share(shape),
+            attention_fraction=_attention_fraction(shape),
         )
 
     def timeline(
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
     ) -> Timeline:
-        """Return the timeline of a window predicted by the simulator."""
+        """Return the timeline of all actions in a window, as predicted by the simulator."""
         return simulate_timeline(program, self._action_prices(program, layout, shapes), loads, self.link)
 
     def least_seconds(
@@ -116,8 +122,8 @@ class StageTimes:
         recompute: Recompute = NOTHING,
         overlaps: bool = False,
     ) -> float:
-        """Return a lower bound on the seconds that a stage takes to train `work`, which is divided into at
-        least `passes` microbatches. `overlaps` says whether microbatches overlap."""
+        """Return a lower bound on the seconds that a stage takes to train `work`, divided into at least
+        `passes` microbatches. `overlaps` is whether all-reduces over shards overlap with computation."""
         layers = layer_range.stop - layer_range.start
         share = min(recompute.recomputed_layers, layers) / layers
         each = ((self.terms.forward, 1.0 + share), (self.terms.backward, 1.0))
@@ -142,7 +148,7 @@ class StageTimes:
                     self._evaluation_price(one, work)
                     if number in evaluated
                     else self._training_price(
-                        one, work, self._recomputed_share(one, layout, program.recompute)
+                        one, work, self._recomputed_fraction(one, layout, program.recompute)
                     )
                     for one in layer_ranges
                 )
@@ -159,18 +165,20 @@ class StageTimes:
         )
 
     def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:
-        sums = self._sum_seconds(layer_range, work) + self._end_sum_seconds(layer_range.is_first, work)
+        sums = self._sum_seconds(layer_range, work) + self._vocabulary_sum_seconds(layer_range.is_first, work)
         seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
         return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
 
-    def _training_price(self, layer_range: LayerRange, work: PassWork, recomputed_share: float) -> PassPrice:
-        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_share` is
-        the fraction of the forward that the backward repeats."""
+    def _training_price(
+        self, layer_range: LayerRange, work: PassWork, recomputed_fraction: float
+    ) -> PassPrice:
+        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_fraction`
+        is the part of the forward that the backward repeats, as a fraction."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
-        backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_share * forward
-        backward_sums = (1.0 + REPEATED_SUMS * recomputed_share) * sums
-        ends = self._end_sum_seconds(layer_range.is_first + layer_range.is_last, work)
+        backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_fraction * forward
+        backward_sums = (1.0 + REPEATED_SUMS * recomputed_fraction) * sums
+        ends = self._vocabulary_sum_seconds(layer_range.is_first + layer_range.is_last, work)
         return PassPrice(
             forward + sums + ends,
             backward + backward_sums,
@@ -183,42 +191,44 @@ class StageTimes:
         )
 
     def _half_price(self, terms: KindTerms, layer_range: LayerRange, work: PassWork) -> HalfPrice | None:
-        """Return the cost of the halves of a layer, on shards."""
+        """Return the cost of the two halves of a layer (attention and feed-forward) that is divided into
+        shards."""
         if self.shards == 1:
             return None
         squares = terms.layer.square * work.squares
         rest = terms.layer(work) - squares + terms.adapter(work) / self.layers
         layers = layer_range.stop - layer_range.start
         return HalfPrice(
-            attention=squares + self.attention_share * rest,
-            feed_forward=(1.0 - self.attention_share) * rest,
+            attention=squares + self.attention_fraction * rest,
+            feed_forward=(1.0 - self.attention_fraction) * rest,
             sum=self._sum_seconds(layer_range, work) / (SUMS_PER_LAYER * layers),
             launch=LAUNCH_SECONDS,
         )
 
-    def _recomputed_share(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
+    def _recomputed_fraction(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
         if not (layout.is_pipeline or layer_range.is_last):
             return 1.0
         layers = layer_range.stop - layer_range.start
         return min(recompute.recomputed_layers, layers) / layers
 
     def _sum_seconds(self, layer_range: LayerRange, work: PassWork) -> float:
-        """Return the seconds of all sums over shards in a forward through the layers of a stage."""
+        """Return the seconds of all all-reduces over shards in a forward through the layers of a stage."""
         if self.shards == 1 or self.link is None:
             return 0.0
         return (layer_range.stop - layer_range.start) * self.link.layer_sum_seconds(
             self.output_bytes, work.tokens, self.shards, self.exchanges_row_maxima
         )
 
-    def _end_sum_seconds(self, ends: int, work: PassWork) -> float:
-        """Return the seconds of the sums over shards at the embedding and at the head, of which a stage has
-        `ends`. One sums the embeddings, the other one in training the gradients of the last hidden states."""
+    def _vocabulary_sum_seconds(self, ends: int, work: PassWork) -> float:
+        """Return the seconds of the all-reduces over shards at the embedding and at the head. `ends` is how
+        many of these two the stage has. The embeddings are summed in the forward, the gradients of the last
+        hidden states in the backward."""
         if not self.divides_vocabulary or self.link is None:
             return 0.0
         return ends * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
 
     def _gradient_sums(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
-        """Return, for each stage, the seconds in which the shards sum the gradient of a job."""
+        """Return, for each stage, the seconds of the all-reduce over shards of a job's gradient."""
         if self.shards == 1 or self.link is None:
             return ()
         sizes = (GRADIENT_BYTES * job.parameters_in_layers(one) for one in stages)
@@ -239,16 +249,16 @@ class StageTimes:
         return begins + layers + (terms.head(work) if layer_range.is_last else 0.0)
 
 
-def _attention_share(shape: ModelShape) -> float:
+def _attention_fraction(shape: ModelShape) -> float:
     """Return the fraction of a layer's weights that belongs to attention."""
     weights = {site.name: site.active_weights for site in shape.sites if layer_number(site.name) is not None}
     attention = sum(count for name, count in weights.items() if ATTENTION in name)
     return attention / max(1, sum(weights.values()))
 
 
-def _scale_rows(terms: Terms, factor: float) -> Terms:
-    """Return the terms of a pass's time, with those that grow with the number of rows multiplied by
-    `factor`."""
+def _scale_row_terms(terms: Terms, factor: float) -> Terms:
+    """Return the coefficients of the time of a pass, where those that depend on the number of rows are
+    multiplied by `factor`."""
     return replace(
         terms,
         token=factor * terms.token,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 EXACT_GPUS = 8
-"""Maximum number of GPUs for which every order is tried."""
+"""Maximum number of GPUs for which every mapping of stages to GPUs is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
     return _contention(roots, topology, _proximity(topology.gpus, stages))
 
 
-def cross_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """Return the order of the GPUs with the least contention. For more than `EXACT_GPUS` GPUs, it is only a
-    local optimum."""
+def least_contention_order(topology: Topology, stages: int) -> tuple[int, ...]:
+    """Return the order of the GPUs with the least contention of uploads. For more than `EXACT_GPUS` GPUs, it
+    is only a local optimum."""
     nearness = _proximity(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _assign_gpus(_improve_by_swaps(topology, nearness), topology)
@@ -107,8 +107,8 @@ def _contention(roots: Sequence[int], topology: Topology, proximity: list[list[f
 
 
 def _improve_by_swaps(topology: Topology, proximity: list[list[float]]) -> list[int]:
-    """Return the root complex at each position of a locally optimal order. The search starts with a round
-    robin over the root complexes, and swaps two positions as long as that reduces the contention."""
+    """Return the root complex at each position of a locally optimal order. The search starts with the root
+    complexes in turn, and swaps two positions as long as that reduces the contention."""
     left = list(topology.root_sizes)
     roots: list[int] = []
     while any(left):

@@ -25,11 +25,12 @@ PREFIXES = 200_000
 """Maximum number of prefixes (first stages of a partition) that a search examines. There is no time limit,
 since a plan must not depend on the clock."""
 STARTS = 6
-"""Number of partitions from which the local search starts."""
+"""Number of partitions from which the local search for the best partition starts."""
 CHANGES = 2_000
-"""Maximum number of changes that the local search tries from each start."""
+"""Maximum number of changes to a partition that the local search tries from each start."""
 CLOSE = 1 - 1e-9
-"""Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
+"""A time counts as shorter than another if their ratio is at most this number. Ratios closer to 1 are
+attributed to rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ class _Problem:
         return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
 
     def seconds(self, draft: StreamPartition) -> float:
-        return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
+        return stages_seconds(self.stages(draft), draft.resident_stages, self.host, self.microbatches)
 
-    def excess(self, draft: StreamPartition) -> int:
+    def excess_bytes(self, draft: StreamPartition) -> int:
         """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
         partition fits."""
-        return -min(free_bytes(self.stages(draft), draft.resident, self.host))
+        return -min(free_bytes(self.stages(draft), draft.resident_stages, self.host))
 
 
 def search_partition(
@@ -89,14 +90,14 @@ def search_partition(
 
 def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with as many layers per stage as memory holds (Mobius's maximum-stage partition)."""
-    return _largest_that_fit(_Problem(layers, host, 1))
+    return _largest_fitting_stages(_Problem(layers, host, 1))
 
 
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
     draft = _streamed_partition(tuple(range(len(layers) + 1)))
-    if problem.excess(draft) > 0:
+    if problem.excess_bytes(draft) > 0:
         raise PlanError(_shortage_reason(problem))
     return draft
 
@@ -105,7 +106,7 @@ def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
     return StreamPartition(cuts, (False,) * (len(cuts) - 1))
 
 
-def _largest_that_fit(problem: _Problem) -> StreamPartition:
+def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
     """Return a partition into streamed stages, as large as possible, that leave room for adapter state."""
     limit = problem.host.memory_bytes
     while True:
@@ -117,15 +118,15 @@ def _largest_that_fit(problem: _Problem) -> StreamPartition:
                     raise PlanError(_shortage_reason(problem))
                 cuts.append(layer)
         draft = _streamed_partition((*cuts, len(problem.layers)))
-        excess = problem.excess(draft)
-        if excess <= 0:
+        excess_bytes = problem.excess_bytes(draft)
+        if excess_bytes <= 0:
             return draft
-        limit -= excess
+        limit -= excess_bytes
 
 
 def _shortage_reason(problem: _Problem) -> str:
     smallest = _streamed_partition(tuple(range(len(problem.layers) + 1)))
-    rooms = free_bytes(problem.stages(smallest), smallest.resident, problem.host)
+    rooms = free_bytes(problem.stages(smallest), smallest.resident_stages, problem.host)
     tight = min(range(len(rooms)), key=rooms.__getitem__)
     need = problem.host.memory_bytes - rooms[tight]
     layer = problem.layers[tight]
@@ -139,9 +140,10 @@ def _shortage_reason(problem: _Problem) -> str:
 
 
 def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
-    """Return the best result of a few local searches. Return None if no result fits in memory."""
+    """Return the best partition that local searches from `starts` partitions find, or None if none fits in
+    memory."""
     ranked = sorted(_starting_partitions(problem), key=problem.seconds)
-    descents = [_descend(problem, draft) for draft in ranked[:starts]]
+    descents = [_improve_partition(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 
@@ -155,29 +157,30 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
         yield _streamed_partition(cuts)
         yield _make_stages_resident(problem, cuts)
     try:
-        yield _largest_that_fit(problem)
+        yield _largest_fitting_stages(problem)
     except PlanError:
         return
 
 
 def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
-    """Return the partition with these cuts. As many of the first stages as fit are resident."""
+    """Return the partition with these boundaries between stages, in which as many of the first stages as fit
+    are resident."""
     draft = _streamed_partition(cuts)
-    for number in range(len(draft.resident)):
+    for number in range(len(draft.resident_stages)):
         longer = _toggle_resident(draft, number)
-        if problem.excess(longer) <= 0:
+        if problem.excess_bytes(longer) <= 0:
             draft = longer
     return draft
 
 
-def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
+def _improve_partition(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     """Return a locally optimal partition: the first change that reduces the step time is applied, repeatedly,
     until no change reduces it."""
     seconds, tried = problem.seconds(draft), 0
     better: StreamPartition | None = draft
     while better:
         draft, better = better, None
-        for change in islice(_neighbours(draft, problem.host.gpus), CHANGES - tried):
+        for change in islice(_neighbouring_partitions(draft, problem.host.gpus), CHANGES - tried):
             tried += 1
             changed = problem.seconds(change)
             if changed < seconds * CLOSE:
@@ -186,10 +189,10 @@ def _descend(problem: _Problem, draft: StreamPartition) -> StreamPartition:
     return draft
 
 
-def _neighbours(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
+def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
     """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
-    stage becomes resident or streamed, or a resident and a streamed stage change their roles."""
-    cuts, resident = draft.cuts, draft.resident
+    stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
+    cuts, resident = draft.cuts, draft.resident_stages
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
@@ -212,7 +215,7 @@ def _neighbours(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
 
 
 def _toggle_resident(draft: StreamPartition, number: int) -> StreamPartition:
-    resident = draft.resident
+    resident = draft.resident_stages
     return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
@@ -236,7 +239,7 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = StreamPartition(child.cuts, child.resident)
+                draft = StreamPartition(child.cuts, child.resident_stages)
                 exact = problem.seconds(draft)
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact
@@ -248,11 +251,11 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
 def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:
     for stop in range(prefix.layers + 1, len(problem.layers) + 1):
         stage = problem.stage(prefix.layers, stop)
-        streamed = bounds.extend(prefix, stage, resident=False)
+        streamed = bounds.extend(prefix, stage, is_resident=False)
         if streamed is None:
             return
         yield streamed
-        kept = bounds.extend(prefix, stage, resident=True)
+        kept = bounds.extend(prefix, stage, is_resident=True)
         if kept:
             yield kept
 
@@ -262,32 +265,33 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage of a prefix (the first stages of a partition). Its times, in seconds, are lower bounds, since
-    later stages only reduce the free memory."""
+    """A stage with lower bounds on its times in seconds, in a prefix (the first stages of a partition). They
+    are lower bounds because later stages only reduce the free memory."""
 
     stage: StageCost
-    resident: bool
+    is_resident: bool
     first_start: float
     last_start: float
-    """Start times of the stage's forward of the first and of the last microbatch."""
+    """Start times, in seconds, of the forwards of the first and of the last microbatch on a stage."""
     first_tail: float
     last_tail: float
-    """Seconds until the end of the step from the moment when the stage begins the backward of the last
-    microbatch. `first_tail` is that of the first microbatch."""
+    """Seconds from the start of the last microbatch's backward on a stage to the end of the step.
+    `first_tail` is the time from the first microbatch's backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first stages of a partition that the search has not completed yet."""
+    """A prefix: the first stages of a partition into stages, with lower bounds on the time of all its
+    completions."""
 
     cuts: tuple[int, ...]
-    resident: tuple[bool, ...]
+    resident_stages: tuple[bool, ...]
     latest_stages: tuple[PartialPlacement | None, ...]
-    """Last stage of the prefix on each GPU. None if a GPU has no stage yet."""
+    """Last stage that has been placed on each GPU, or None for a GPU without stages."""
     fixed_bytes: tuple[int, ...]
-    """Bytes that each GPU holds all the time."""
+    """Bytes that each GPU holds permanently."""
     passing_bytes: tuple[int, ...]
-    """Additional bytes that each GPU needs while one of its stages computes, at the peak."""
+    """Peak bytes that each GPU needs temporarily while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
 
@@ -299,8 +303,9 @@ class Prefix:
 class Bounds:
     """Lower bounds on the step time of partitions whose first stages are given.
 
-    Times follow the recurrence of `mobius_step`. The forward is computed from the first stage on. So is the
-    backward, since it is expressed as tails: the seconds from the start of a stage to the end of the step.
+    Times follow the recurrence of `mobius_step`. Both the forward and the backward are computed from the
+    first stage on. For the backward this is possible because its times are expressed as tails: seconds from
+    the start of a stage to the end of the step.
     """
 
     def __init__(self, layers: Sequence[LayerCost], host: Host, microbatches: int) -> None:
@@ -318,36 +323,37 @@ class Bounds:
         zeros, recent = (0,) * self.host.gpus, (None,) * self.host.gpus
         return Prefix((0,), (), recent, zeros, zeros, self._least_seconds(self.rests[0], recent, zeros, None))
 
-    def extend(self, prefix: Prefix, stage: StageCost, resident: bool) -> Prefix | None:
-        """Return the prefix with one more stage, or None if the stage does not fit in memory."""
-        number = len(prefix.resident)
+    def extend(self, prefix: Prefix, stage: StageCost, is_resident: bool) -> Prefix | None:
+        """Return the prefix of a partition extended by one stage, or None if the stage does not fit in
+        memory."""
+        number = len(prefix.resident_stages)
         gpu = number % self.host.gpus
-        own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
+        own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if is_resident else 0)
         fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + own_bytes)
         passing = _replace_at(
-            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, resident))
+            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, is_resident))
         )
         room = self.host.memory_bytes - fixed[gpu]
         if passing[gpu] > room:
             return None
         before = prefix.latest_stages[(number - 1) % self.host.gpus]
-        placement = self._bound_placement(stage, resident, before, prefix.latest_stages[gpu], room)
+        placement = self._bound_placement(stage, is_resident, before, prefix.latest_stages[gpu], room)
         recent = _replace_at(prefix.latest_stages, gpu, placement)
         seconds = self._least_seconds(self.rests[stage.stop], recent, fixed, placement)
-        cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident, resident)
+        cuts, bits = (*prefix.cuts, stage.stop), (*prefix.resident_stages, is_resident)
         return Prefix(cuts, bits, recent, fixed, passing, seconds)
 
     def _bound_placement(
         self,
         stage: StageCost,
-        resident: bool,
+        is_resident: bool,
         previous_stage: PartialPlacement | None,
         previous_on_gpu: PartialPlacement | None,
         free_bytes: int,
     ) -> PartialPlacement:
-        """Return the stage with lower bounds on its times. `previous_stage` is the stage before it in the
-        base, and `previous_on_gpu` the previous stage on the same GPU. `free_bytes` is the free memory of
-        that GPU, apart from the stage that computes."""
+        """Return a stage with lower bounds on its start times and on the seconds from then to the end of the
+        step. `previous_stage` is the stage before it in the base, and `previous_on_gpu` the previous stage on
+        the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -361,19 +367,19 @@ class Bounds:
             hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
             last_tail, first_tail = hop + previous_stage.last_tail, hop + previous_stage.first_tail
         if previous_on_gpu:
-            weights = 0 if resident else stage.weight_bytes
+            weights = 0 if is_resident else stage.weight_bytes
             late = max(
-                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.resident)
+                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.is_resident)
             )
             freed = previous_on_gpu.last_start + previous_on_gpu.stage.forward
             first = max(first, freed + late / bandwidth, previous_on_gpu.first_start + weights / bandwidth)
-            again = 0 if previous_on_gpu.resident else previous_on_gpu.stage.weight_bytes
-            late = max(0, again - free_bytes + passing_bytes(stage, resident))
+            again = 0 if previous_on_gpu.is_resident else previous_on_gpu.stage.weight_bytes
+            late = max(0, again - free_bytes + passing_bytes(stage, is_resident))
             last_tail = max(last_tail, stage.backward + late / bandwidth + previous_on_gpu.first_tail)
             first_tail = max(first_tail, again / bandwidth + previous_on_gpu.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
-        return PartialPlacement(stage, resident, first, last, first_tail, last_tail)
+        return PartialPlacement(stage, is_resident, first, last, first_tail, last_tail)
 
     def _least_seconds(
         self,

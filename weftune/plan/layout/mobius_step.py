@@ -25,7 +25,7 @@ class Host:
     bandwidth: float
     """Bytes per second of one link."""
     stage_bytes: int = 0
-    """Bytes that each stage holds all the time, such as its inputs of all microbatches."""
+    """Bytes that each stage holds on its GPU permanently, such as its inputs of all microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StreamPartition:
 
     cuts: tuple[int, ...]
     """Boundaries of the stages, from 0 to the number of layers."""
-    resident: tuple[bool, ...]
+    resident_stages: tuple[bool, ...]
     """Whether each stage stays on its GPU instead of being streamed."""
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[StageCost, ...]:
@@ -43,23 +43,23 @@ class StreamPartition:
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisit:
-    """The forward or the backward of one stage for all microbatches: its computation, and the transfers that
-    must precede it."""
+    """A visit: the forward or the backward of one stage for all microbatches, with the transfers that must
+    precede it."""
 
     seconds: float
     """Seconds of computation per microbatch."""
     received_bytes: int = 0
     """Bytes of the activation or gradient that is received from the preceding stage. 0 with a single GPU."""
     upload_bytes: int = 0
-    late_bytes: int = 0
-    """Bytes of `upload_bytes` that have no room on the GPU until the previous stage there has been
+    delayed_bytes: int = 0
+    """Bytes of a stage's upload that have no room on the GPU until the previous stage on this GPU has been
     computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MobiusVisits:
-    """The visits of all stages in the order in which they run. The next visit on the same GPU is as many
-    positions further on as there are GPUs."""
+    """The visits (forwards or backwards of a stage for all microbatches) in the order in which they run. With
+    N GPUs, visits j and j + N run on the same GPU."""
 
     forward: tuple[MobiusVisit, ...]
     backward: tuple[MobiusVisit, ...]
@@ -68,55 +68,56 @@ class MobiusVisits:
 def step_seconds(
     partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
 ) -> float:
-    """Return the seconds from the first forward to the end of the last backward, or infinity if the partition
-    does not fit in memory."""
-    return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
+    """Return the seconds of a training step, from the first forward to the end of the last backward, or
+    infinity if the partition does not fit in memory."""
+    return stages_seconds(partition.costs(layers), partition.resident_stages, host, microbatches)
 
 
 def stages_seconds(
-    stages: Sequence[StageCost], resident: Sequence[bool], host: Host, microbatches: int
+    stages: Sequence[StageCost], resident_stages: Sequence[bool], host: Host, microbatches: int
 ) -> float:
-    rooms = free_bytes(stages, resident, host)
+    rooms = free_bytes(stages, resident_stages, host)
     if min(rooms) < 0:
         return math.inf
-    visits = _visits(stages, resident, rooms, host)
+    visits = _visits(stages, resident_stages, rooms, host)
     return pass_seconds(visits.forward, host, microbatches) + pass_seconds(
         visits.backward, host, microbatches
     )
 
 
-def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host) -> list[int]:
+def free_bytes(stages: Sequence[StageCost], resident_stages: Sequence[bool], host: Host) -> list[int]:
     """Return, for each stage, the free bytes of its GPU while the stage computes. A negative number means
     that the stage does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
-        own_bytes = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
+        own_bytes = host.stage_bytes + stage.state_bytes + resident_stages[number] * stage.weight_bytes
         fixed[number % host.gpus] += own_bytes
     return [
-        host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident[number])
+        host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident_stages[number])
         for number, stage in enumerate(stages)
     ]
 
 
-def passing_bytes(stage: StageCost, resident: bool) -> int:
+def passing_bytes(stage: StageCost, is_resident: bool) -> int:
     """Return the bytes that a stage needs only while it computes: activations and, if it is streamed,
     weights."""
-    return stage.kept_bytes + (0 if resident else stage.weight_bytes)
+    return stage.kept_bytes + (0 if is_resident else stage.weight_bytes)
 
 
 def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) -> MobiusVisits:
     stages = partition.costs(layers)
-    rooms = free_bytes(stages, partition.resident, host)
+    rooms = free_bytes(stages, partition.resident_stages, host)
     assert min(rooms) >= 0, "the partition does not fit"
-    return _visits(stages, partition.resident, rooms, host)
+    return _visits(stages, partition.resident_stages, rooms, host)
 
 
 def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -> float:
-    """Return the seconds of the forward or of the backward of all microbatches by equations 8 to 10.
+    """Return the seconds of the forward or of the backward of all microbatches, by equations 8 to 10 of
+    Mobius.
 
     Microbatches are alike, so it suffices to compute the start times of the first and of the last one. The
-    upload of a stage begins together with the previous visit on the same GPU, as far as memory has room for
-    it; the rest is uploaded when that visit has ended.
+    upload of a stage begins when the previous stage on the same GPU begins to compute. The part that does not
+    fit in memory by then is uploaded when that stage has ended.
     """
     first: list[float] = []
     last: list[float] = []
@@ -130,7 +131,7 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
             freed = last[above] + visits[above].seconds
             start = max(
                 start,
-                freed + visit.late_bytes / host.bandwidth,
+                freed + visit.delayed_bytes / host.bandwidth,
                 first[above] + visit.upload_bytes / host.bandwidth,
             )
         first.append(start)
@@ -139,14 +140,16 @@ def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -
 
 
 def _visits(
-    stages: Sequence[StageCost], resident: Sequence[bool], stage_free_bytes: Sequence[int], host: Host
+    stages: Sequence[StageCost], resident_stages: Sequence[bool], stage_free_bytes: Sequence[int], host: Host
 ) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
     def visit(number: int, seconds: float, received_bytes: int, previous_on_gpu: int) -> MobiusVisit:
-        """Return the visit of a stage. `previous_on_gpu` is the number of the stage that ran before on the
-        same GPU; a number out of range means that there is none."""
-        weights = 0 if resident[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
+        """Return the forward or backward of a stage with its transfers. `previous_on_gpu` is the number of
+        the stage that ran before on the same GPU; a number out of range means that there is none."""
+        weights = (
+            0 if resident_stages[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
+        )
         late = max(0, weights - stage_free_bytes[previous_on_gpu]) if weights else 0
         return MobiusVisit(seconds, received_bytes if gpus > 1 else 0, weights, late)
 

@@ -1,5 +1,5 @@
-"""Memory and time of a streamed base that is cut into given stages: bytes on each device and on the host, and
-seconds per round (one global batch of every job)."""
+"""Prediction of memory and time for a streamed base that is cut into given stages: bytes on each device and
+on the host, and seconds per round (one global batch of every job)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
 """Bytes of page-locked host memory through which weights are copied to a GPU if they stay in their files."""
 EMULATED_BANDWIDTH, EMULATED_FLOPS = 1e10, 1e11
-"""Bytes per second and FLOP/s that are assumed of an emulated device, whose memory is host memory."""
+"""Assumed bandwidth in bytes per second, and assumed FLOP/s, of an emulated device, whose memory is host
+memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,10 @@ class StreamDevice:
     bandwidth: float
     """Bytes per second from the host to the device, or from the files if weights stay there."""
     duplex_bandwidth: float | None = None
-    """Bytes per second from the host to the device while data is also copied back. None uses `bandwidth`."""
+    """Bytes per second from the host to the device while data is also copied back. None means that copies
+    back do not slow the link down."""
     flops: float
-    """Floating-point operations per second that forward passes reach."""
+    """FLOP/s that forwards reach."""
     memory_bandwidth: float = math.inf
     """Bytes per second of the device's own memory, for weights that are dequantised in every pass."""
     backward_ratio: float = 1.0
@@ -61,10 +63,11 @@ class StreamDevice:
     slack_bytes: int
     """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk."""
     resident_slack_bytes: int | None = None
-    """Device bytes for the same purposes if the whole base is on the device. None uses `slack_bytes`."""
+    """Device bytes for temporaries, rounding by the allocator, and logits if the whole base is on the device.
+    None selects those of a streamed base."""
     uses_fused_ops: bool = True
     device_launch_seconds: float = GPU_LAUNCH
-    """Fixed seconds of one pass over one layer, in addition to the time of its rows."""
+    """Fixed seconds of one pass over one layer on the device, in addition to the time of its rows."""
     host_launch_seconds: float = 0.0
     """Seconds that the host takes to launch one pass over one layer. The pass cannot take less time."""
     worker_link: Link | None = None
@@ -113,14 +116,15 @@ def file_device(device: StreamDevice) -> StreamDevice:
 
 @dataclass(frozen=True, slots=True)
 class LayoutDraft:
-    """A candidate for the stages of a streamed base. The search compares many drafts."""
+    """A candidate for the layout of a streamed base: its stages, which of them are resident, and the slots.
+    The search compares many such candidates."""
 
     layer_counts: tuple[int, ...]
     """Number of layers in each stage."""
     resident_stages: tuple[bool, ...]
     slot_counts: tuple[int, ...]
-    """Number of slots (places for a streamed stage) on each worker's device. Slots beyond the number of
-    streamed stages of the worker take no memory."""
+    """Number of slots (places for a streamed stage) on each worker's device. Slots that exceed the number of
+    the worker's streamed stages take no memory."""
 
     @property
     def streamed_layers(self) -> int:
@@ -147,15 +151,15 @@ def draft_from_layout(layout: Layout) -> LayoutDraft:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """The problem for which stages are searched: a base with its jobs on identical devices, one per worker,
-    and a token capacity of microbatches.
+    """The problem of streaming a base with its jobs to identical devices, one per worker, with a token
+    capacity of microbatches. A search finds the best stages for it.
 
     On one device, adapters may be streamed together with their stage (`adapters_travel`), and inputs of
     stages may be offloaded to host memory until their backward (`offloads_inputs`).
     """
 
     shape: ModelShape
-    """Sizes of the base, or of one shard of it."""
+    """Shape of the base, or of one shard of it."""
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
@@ -166,8 +170,8 @@ class StreamCase:
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """One case for each job that is admitted later, with this job alone. The same stages must fit in memory
-    in each of these cases."""
+    """Problems with each job alone that is admitted later. The stages that are found must fit in memory for
+    each of them, too."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (
@@ -214,13 +218,13 @@ class StreamCase:
 
     def excess_bytes(self, draft: LayoutDraft) -> int:
         """Return the missing bytes on the fullest device plus the missing bytes in host memory. 0 means that
-        the draft fits."""
+        the candidate layout fits."""
         host = max([case.host_bytes(draft) for case in (self, *self.later_cases)])
         lacking = self.peak_bytes(draft) - self.device.budget_bytes, host - self.device.host_budget_bytes
         return sum([count for count in lacking if count > 0])
 
     def peak_bytes(self, draft: LayoutDraft) -> int:
-        """Return the peak bytes on the fullest device: the maximum over this case and all `later_cases`."""
+        """Return the peak bytes on the fullest device, now or when a later job trains alone."""
         return max([case.device_bytes(draft) for case in (self, *self.later_cases)])
 
     # -- seconds -----------------------------------------------------------------------------------------
@@ -236,8 +240,8 @@ class StreamCase:
 
     @cached_property
     def sum_seconds(self) -> float:
-        """Seconds of the sums over shards (all-reduces) in the forward of all tokens of a round through one
-        layer, and likewise in its backward."""
+        """Seconds of the all-reduces over shards in the forward of one layer for all tokens of a round. The
+        backward takes as long."""
         if self.device.worker_link is None:
             return 0.0
         shape, rows = self.shape, self.memory.round_rows / self._pass_count
@@ -271,11 +275,13 @@ class StreamCase:
         ]
 
     def round_seconds(self, draft: LayoutDraft) -> float:
-        """Return the predicted seconds of a round, or infinity if the draft does not fit."""
+        """Return the predicted seconds of a round (one global batch of every job), or infinity if the
+        candidate layout does not fit in memory."""
         return self.fitting_seconds(draft) if self.fits(draft) else math.inf
 
     def fitting_seconds(self, draft: LayoutDraft) -> float:
-        """Return the predicted seconds of a round, without checking whether the draft fits in memory."""
+        """Return the predicted seconds of a round (one global batch of every job), without checking whether
+        the candidate layout fits in memory."""
         if self.workers > 1:
             return self._pipeline_round_seconds(draft, self.device.bandwidth)
         rounds = self.stage_rounds(draft.layer_counts)
@@ -291,20 +297,20 @@ class StreamCase:
         return round_seconds(self.stage_rounds(draft.layer_counts), cut, self._pass_count, hop, bandwidth)
 
     def compute_seconds(self, layer_counts: Sequence[int]) -> float:
-        """Return the seconds of a round with stages of these sizes if transfers took no time."""
+        """Return the seconds of a round with stages of these sizes, as if transfers took no time."""
         return compute_seconds(self.stage_rounds(layer_counts))
 
     @cached_property
     def link_bandwidth(self) -> float:
-        """Bytes per second from the host to the device. The value is smaller if adapters or inputs are copied
-        back to the host at the same time."""
+        """Bytes per second from the host to the device, reduced if adapters or inputs are copied back to the
+        host at the same time."""
         goes_back = self.adapters_travel or self.offloads_inputs
         return (self.device.duplex_bandwidth if goes_back else None) or self.device.bandwidth
 
     @cached_property
     def exposed_step_seconds(self) -> float:
-        """Seconds of the transfers for the optimizer steps at the end of a window, which overlap with no
-        forward or backward."""
+        """Seconds of the transfers for the last optimizer steps of a window, which no forward or backward
+        overlaps with."""
         if not self.adapters_travel:
             return 0.0
         return (
@@ -313,9 +319,9 @@ class StreamCase:
             / self.link_bandwidth
         )
 
-    def waiting_share(self, draft: LayoutDraft) -> float:
+    def waiting_fraction(self, draft: LayoutDraft) -> float:
         """Return the fraction of a round in which the device waits for transfers or kernel launches. With
-        several workers, return the fraction of a round that is due to transfers of weights."""
+        several workers, only waits for transfers of weights count."""
         seconds, at_once = (
             self.round_seconds(draft),
             replace(self, device=replace(self.device, host_launch_seconds=0.0)),
@@ -379,7 +385,8 @@ def resident_round_seconds(
 
 
 def case_with_later_jobs(case: StreamCase, later_jobs: Iterable[JobShape]) -> StreamCase:
-    """Return the case with the additional condition that each of the later jobs fits alone."""
+    """Return the streaming problem `case` with the additional condition that each of the later jobs fits in
+    memory alone."""
     # One device keeps the chosen capacity; several workers may then have smaller microbatches.
     least = case.capacity if case.workers == 1 else 0
     alone = (
@@ -395,8 +402,8 @@ def case_with_later_jobs(case: StreamCase, later_jobs: Iterable[JobShape]) -> St
 
 
 def undominated_jobs(jobs: Iterable[JobShape]) -> list[JobShape]:
-    """Return the jobs that no other job dominates by needing at least as much of everything. If each of them
-    fits alone, so does every other job."""
+    """Return the jobs that no other job dominates: no other job needs at least as much of every resource. If
+    each of them fits in memory alone, so does every other job."""
     wants = {
         (job.trainable_parameters, job.max_sample_tokens, job.batch_tokens, job.mean_vectors): job
         for job in jobs

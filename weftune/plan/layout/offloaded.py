@@ -1,9 +1,10 @@
-"""Whether it pays to offload the optimizer, that is, to keep master weights and moments in host memory.
+"""The decision whether to offload the optimizer, which keeps master weights and moments in host memory.
 
 Offloading makes room for more running jobs, for larger microbatches or for fewer recomputed layers. Jobs run
 in two alternating groups: the optimizer steps of one group use the link to the host during the forwards and
 backwards of the other. With many adapters and few tokens, the transfers take several times as long as these
-passes, and then it is better to run fewer jobs at a time. A round is one global batch of every job.
+passes. It is then better to run fewer jobs at a time without offloading. A round is one global batch of every
+job.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, max_sample_tokens
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
 from weftune.plan.layout.need import StreamDevice, resident_round_seconds
-from weftune.plan.layout.seats import largest_fit, order_for_seats
+from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
-"""Relative slowdown of a round that is accepted if more jobs run together."""
+"""Relative slowdown of a round that is accepted if offloading the optimizer lets more jobs run together."""
 FASTER = 0.03
-"""Relative gain in the time of a round that is required if no more jobs run together, since allocating
-page-locked memory takes time."""
+"""Relative reduction of the time of a round for which the optimizer is offloaded although no more jobs run
+together. It must be considerable, since allocating page-locked memory takes time."""
 
 
 def offload_optimizer(memory: MemoryModel, host_budget: int) -> MemoryModel:
@@ -50,7 +51,7 @@ class OffloadedRound:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which the device waits for the transfers of optimizer steps."""
+        """Seconds per round in which the device waits for the transfers of optimizer steps."""
         return self.seconds - self.passes[0] - self.passes[1]
 
 
@@ -86,45 +87,58 @@ def _total_tokens(jobs: Sequence[JobShape]) -> int:
     return max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
 
 
-def pays_off(
-    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
+def is_offloading_worthwhile(
+    memory: MemoryModel,
+    resident_memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    tokens: int,
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
 
-    `memory` is the memory model with the optimizer offloaded, `resident` without. In each case, one step of
-    all jobs is made in as few groups as fit in memory; the result is True if offloading is not much slower.
-    Microbatches have at most `tokens` tokens. Each job must fit alone.
+    `memory` is the memory model with the optimizer offloaded, `resident_memory` without. The time of one step
+    of all jobs, which run in as few groups as memory allows, is compared with and without offloading. The
+    result is True if offloading is not much slower. Microbatches have at most `tokens` tokens. Each job must
+    fit alone.
     """
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
-    waiting = sum(resident_seconds(resident, turn, device, tokens) for turn in job_groups(jobs, resident))
+    waiting = sum(
+        resident_seconds(resident_memory, turn, device, tokens) for turn in job_groups(jobs, resident_memory)
+    )
     return together <= (1 + SLOWER) * waiting
 
 
-def would_gain(resident: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-    """Return whether more memory could make the forwards and backwards of these jobs, which all run together,
-    faster: if layers are recomputed, or if weights are dequantised for small microbatches."""
-    recompute = resident.choose_recompute(jobs, max_tokens)
-    small = resident.choose_capacity(jobs, max_tokens, recompute) < min(max_tokens, _total_tokens(jobs))
-    return recompute.recomputed_layers > 0 or (resident.shape.matrix_bytes > 0 and small)
+def would_more_memory_help(resident_memory: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
+    """Return whether more memory could make the forwards and backwards of these jobs faster. It can if layers
+    are recomputed now, or if weights are dequantised for small microbatches."""
+    recompute = resident_memory.choose_recompute(jobs, max_tokens)
+    small = resident_memory.choose_capacity(jobs, max_tokens, recompute) < min(
+        max_tokens, _total_tokens(jobs)
+    )
+    return recompute.recomputed_layers > 0 or (resident_memory.shape.matrix_bytes > 0 and small)
 
 
-def is_faster(
-    memory: MemoryModel, resident: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, tokens: int
+def is_offloading_faster(
+    memory: MemoryModel,
+    resident_memory: MemoryModel,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    tokens: int,
 ) -> bool:
-    """Return whether a step of these jobs takes less time with the optimizer offloaded. The jobs fit in
-    memory together in both cases."""
-    before = resident_seconds(resident, jobs, device, tokens)
+    """Return whether a step of these jobs takes less time with the optimizer offloaded. All jobs must fit in
+    memory together, both with and without offloading."""
+    before = resident_seconds(resident_memory, jobs, device, tokens)
     return offloaded_round(memory, jobs, device, tokens).seconds <= (1 - FASTER) * before
 
 
 def job_groups(jobs: Sequence[JobShape], memory: MemoryModel) -> Iterator[Sequence[JobShape]]:
     """Yield groups of jobs, each with as many jobs as fit in memory together. Each job must fit alone."""
-    rest = order_for_seats(jobs)
-    while rest:
+    remaining_jobs = order_for_seats(jobs)
+    while remaining_jobs:
 
-        def fits(count: int, rest: Sequence[JobShape] = rest) -> bool:
-            return memory.misfit_reason(rest[:count]) is None
+        def fits(count: int, remaining_jobs: Sequence[JobShape] = remaining_jobs) -> bool:
+            return memory.misfit_reason(remaining_jobs[:count]) is None
 
-        count = largest_fit(fits, len(rest))
-        yield rest[:count]
-        rest = rest[count:]
+        count = largest_fitting_count(fits, len(remaining_jobs))
+        yield remaining_jobs[:count]
+        remaining_jobs = remaining_jobs[count:]

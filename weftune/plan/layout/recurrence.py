@@ -3,8 +3,8 @@
 A round is one global batch of every job. A slot is device memory for one stage (consecutive layers). A visit
 is the forward or the backward of one stage for all microbatches. On one device, loads share one link and run
 one after another, in the order of the visits. A visit's load begins when the last visit in its slot has ended
-and the link is free. Its passes begin when the previous visit has ended and its load is done. A round ends
-with the first stages in the slots and the link idle, as it began, so the times of rounds add up.
+and the link is free. Its passes begin when the previous visit has ended and its load is done. At the end of a
+round, as at its start, the first stages are in the slots and the link is idle, so the times of rounds add up.
 
 Streamed adapters are updated by their optimizer step (Step) before the forward of their stage. The optimizer
 state for a Step is requested when the forward of the previous stage begins, and for the first stage when the
@@ -40,16 +40,18 @@ from weftune.plan.window.rounds import slot_moves
 
 @dataclass(frozen=True, slots=True)
 class StageRound:
-    """Times and bytes of one stage in a round."""
+    """Seconds of computation and bytes of transfers of one stage in a round (one global batch of every
+    job)."""
 
     forward_seconds: float
     """Seconds of the forward of all microbatches."""
     backward_seconds: float
     """Seconds of the backward of all microbatches, including the recomputation of the forward."""
     load_bytes: int = 0
-    """Bytes transferred whenever the stage is loaded."""
+    """Bytes transferred to the device whenever the stage is loaded."""
     gradient_bytes: int = 0
-    """Bytes copied to the host after the backward. The slot is occupied until the copy ends."""
+    """Bytes of gradients copied to the host after the backward. The stage occupies its slot until the copy
+    ends."""
     adapter_bytes: int = 0
     """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
@@ -61,12 +63,12 @@ class StageRound:
 
 
 def slotted_seconds(
-    stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
+    stages: Sequence[StageRound], resident_stages: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
     """Return the seconds of a round on one device, from its first optimizer step to the last transfer after
     its last backward. `slots` is the number of slots for streamed stages, and `bandwidth` the bytes per
     second of the link in each direction."""
-    streamed = [number for number, stays in enumerate(resident) if not stays]
+    streamed = [number for number, stays in enumerate(resident_stages) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     stage_in_slot = {slot_of[stage]: stage for stage in streamed[:slots]}
     freed = dict.fromkeys(stage_in_slot, 0.0)
@@ -75,8 +77,8 @@ def slotted_seconds(
     now = link = leaving = began = asked = 0.0
 
     def load_stage(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
-        """Load the stage over the link, together with `copies` bytes of adapter weights and with its inputs,
-        whose transfer takes `inputs` seconds."""
+        """Simulate the load of a stage over the link, together with `copies` bytes of adapter weights and
+        with its inputs, whose transfer takes `inputs` seconds."""
         nonlocal link
         begins = max(link, freed[slot], home[stage])
         behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
@@ -115,7 +117,7 @@ def slotted_seconds(
 
 
 def compute_seconds(stages: Sequence[StageRound]) -> float:
-    """Return the seconds of a round if transfers took no time."""
+    """Return the seconds of a round of streamed stages, as if transfers took no time."""
     return sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
 
 
@@ -129,8 +131,8 @@ def round_seconds(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds per round over several workers in steady state. `round_ends` describes the
-    arguments."""
+    """Return the seconds per round over several workers in steady state. The arguments are those of
+    `round_ends`."""
     first, second = round_ends(stages, layout, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 
@@ -172,7 +174,8 @@ class _Recurrence:
         self.stages, self.cut, self.hop, self.bandwidth = stages, layout, hop_seconds, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
-        """Times at which the first and the last microbatch are ready for their next visit."""
+        """Times in seconds at which the first and the last microbatch of the round are ready for the next
+        stage."""
         self.free = [0.0] * layout.workers
         self.link = [0.0] * layout.workers
         self.there = [0.0] * len(stages)
@@ -193,13 +196,15 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def end_round(self) -> float:
-        """End the round and return the time, at which the microbatches of the next round are ready."""
+        """End the simulated round. Return the time of its end in seconds, when the microbatches of the next
+        round are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 
 
 def _loads_after_visits(layout: WorkerLayout, rounds: int) -> Iterator[int | None]:
-    """Yield, for each visit of a worker, the stage whose load follows the visit, or None if there is none."""
+    """Yield, for each visit of a worker (forward or backward of a stage for all microbatches), the stage that
+    is loaded after it, or None."""
     last = len(layout.stages) - 1
     forward = [stage for stage in layout.own_stages if stage < last]
     for moved in slot_moves([*forward, *reversed(layout.own_stages)] * rounds, layout):

@@ -1,10 +1,10 @@
 """Search for the fastest way to stream a base: its stages, which of them stay resident, and the slots.
 
 A stage is consecutive layers. A resident stage stays on its device; the others are loaded into slots of
-device memory. A draft is one such choice. On one device, the search starts with stages of equal size among
-which resident ones are spread, with the partition that `search_partition` finds for Mobius's recurrence, and
-with Mobius's largest and smallest stages. Over several workers, it starts with stages of equal size, as many
-of them resident as fit. The best drafts are then improved by small changes.
+device memory. A candidate for these choices is called a draft. On one device, the search starts with stages
+of equal size among which resident ones are spread, with the partition that `search_partition` finds for
+Mobius's recurrence, and with Mobius's largest and smallest stages. Over several workers, it starts with
+stages of equal size, as many of them resident as fit. The best drafts are then improved by small changes.
 """
 
 from __future__ import annotations
@@ -23,31 +23,36 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Numbers of layers per stage that the search tries."""
+"""Numbers of layers per stage that the search for the stages of a streamed base tries."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best drafts improved by small changes, besides the best draft of every kind."""
+"""Number of the best candidate layouts that are improved by small changes, in addition to the best one of
+every kind."""
 QUICK = 16
-"""Maximum number of starting drafts on one device."""
+"""Maximum number of candidate layouts with which the search on one device starts."""
 CHANGES = 2000
-"""Maximum number of small changes that are tried, once for all starting drafts together and once more for the
-best result. A time limit would make the plan depend on the clock."""
+"""Maximum number of small changes that are tried in all starting candidates together, and again in the best
+result. A time limit would make the plan depend on the clock."""
 PREFIXES = 2000
-"""Maximum number of prefixes that `search_partition` examines."""
+"""Maximum number of prefixes (first stages of a partition) that the search for Mobius's partition
+examines."""
 HIDDEN = 0.005
-"""Minimum fraction of a round spent waiting for which Mobius's partition, which reduces waits, is tried."""
+"""Minimum fraction of a round that devices must wait before Mobius's partition, which reduces waits, is
+tried."""
 CLOSE = 1 - 1e-9
-"""Maximum ratio of two times for the shorter one to count as better. Larger ratios are rounding errors."""
+"""A time counts as shorter than another if their ratio is at most this number. Ratios closer to 1 are
+attributed to rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
-    """A draft of the stages with its predicted time and the memory that it lacks."""
+    """A candidate layout of a streamed base, with its predicted time and the bytes by which it exceeds
+    memory."""
 
     case: StreamCase
     draft: LayoutDraft
     excess_bytes: int
-    """Bytes by which the draft exceeds the available memory."""
+    """Bytes by which the layout exceeds the available memory."""
     seconds: float
     """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
 
@@ -56,33 +61,33 @@ class EvaluatedDraft:
         return self.excess_bytes, self.seconds
 
     def is_better_than(self, other: EvaluatedDraft) -> bool:
-        """Return whether this draft is faster than the other one by more than a rounding error or, if one of
-        them does not fit, lacks less memory."""
+        """Return whether this layout is faster than the other one by more than a rounding error or, if one of
+        them does not fit in memory, exceeds memory by less."""
         if self.excess_bytes or other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.seconds < other.seconds * CLOSE
 
 
 def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
-    """Return the fastest draft found for any of the cases. Among equals, the draft of the first case is
-    returned. Return None if no draft fits in memory."""
+    """Return the fastest layout found for any of the streaming problems `cases`, with preference to earlier
+    ones among equals. Return None if no layout fits in memory."""
     starts = _select_diverse([found for case in cases for found in _starting_drafts(case)])
     if not starts:
         return None
     tries = CHANGES // len(starts)
-    best = _best_draft([_descend(found, tries) for found in starts])
+    best = _best_draft([_improve_draft(found, tries) for found in starts])
     if best.excess_bytes:
         return None
-    if best.case.workers == 1 and best.case.waiting_share(best.draft) > HIDDEN:
+    if best.case.workers == 1 and best.case.waiting_fraction(best.draft) > HIDDEN:
         partitioned = [_evaluate_draft(best.case, draft) for draft in _partition_drafts(best.case)]
         best = _best_draft(
-            [best, *(_descend(found, tries) for found in partitioned if not found.excess_bytes)]
+            [best, *(_improve_draft(found, tries) for found in partitioned if not found.excess_bytes)]
         )
-    return _descend(best, CHANGES)
+    return _improve_draft(best, CHANGES)
 
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
-    """Return the best of the drafts. Among equals, the first one is returned."""
+    """Return the best of the evaluated layouts and, among equals, the first one."""
     least = min(evaluated_drafts, key=lambda one: one.rank)
     return next(one for one in evaluated_drafts if not least.is_better_than(one))
 
@@ -93,22 +98,24 @@ def _evaluate_draft(case: StreamCase, draft: LayoutDraft) -> EvaluatedDraft:
 
 
 def _starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
-    """Return the drafts with which the search starts. Over several workers, some may not fit in memory."""
+    """Return the candidate layouts with which the search starts. With several workers, some may not fit in
+    memory."""
     if case.workers == 1:
-        return _quick_drafts(case)
+        return _fastest_starting_drafts(case)
     return [_evaluate_draft(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
-    """Return whether some starting draft fits in memory. Drafts that need little memory are tried first."""
-    drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
+    """Return whether any of the layouts with which the search starts fits in memory. Layouts that need little
+    memory are tried first."""
+    drafts = chain(least_memory_drafts(case), even_drafts(case), mobius_drafts(case))
     return any(map(case.fits, drafts))
 
 
-def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
-    """Return the fastest starting drafts on one device, at most `QUICK`. Drafts whose compute time alone is
-    too long are skipped without being evaluated."""
-    drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
+def _fastest_starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
+    """Return the fastest candidate layouts with which to start the search on one device, at most `QUICK`.
+    Candidates whose compute time alone is too long are not evaluated."""
+    drafts = dict.fromkeys((*even_drafts(case), *least_memory_drafts(case), *mobius_drafts(case)))
     fitting = [draft for draft in drafts if case.fits(draft)]
     least = {sizes: case.compute_seconds(sizes) for sizes in {draft.layer_counts for draft in fitting}}
     best: list[EvaluatedDraft] = []
@@ -121,7 +128,7 @@ def _quick_drafts(case: StreamCase) -> list[EvaluatedDraft]:
 
 
 def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[EvaluatedDraft]:
-    """Return the best `STARTS` drafts and the best draft of every kind, in their original order."""
+    """Return the best `STARTS` candidate layouts and the best one of every kind, in their original order."""
     ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
     firsts: dict[object, int] = {}
     for number in ranked:
@@ -130,8 +137,9 @@ def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[Evaluate
 
 
 def _draft_kind(evaluated: EvaluatedDraft) -> object:
-    """Return a key that is equal for drafts of the same kind: on one device, drafts with the same capacity,
-    adapters and slots; over several workers, drafts with equally many stages."""
+    """Return a key that is equal for candidate layouts of the same kind. On one device, these have the same
+    capacity, number of slots and choice of what is in host memory; over several workers, they have equally
+    many stages."""
     case, draft = evaluated.case, evaluated.draft
     return (
         (case.capacity, case.adapters_travel, draft.slot_counts)
@@ -144,8 +152,8 @@ def _draft_kind(evaluated: EvaluatedDraft) -> object:
 
 
 def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with stages of equal size, except the last one, in which as many resident stages as fit
-    are spread evenly among the streamed ones."""
+    """Yield candidate layouts with stages of equal size (the last one may differ). As many stages as fit are
+    resident, spread evenly among the streamed ones."""
     count = case.shape.layers
     for last in (one for one in SIZES if one < count):
         for size in SIZES:
@@ -155,16 +163,16 @@ def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
     yield from _spread_residents(case, (count,), 1)
 
 
-def frugal_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with stages of equal size that are all streamed through one slot per device, which is the
-    way to stream with the least memory."""
+def least_memory_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts with stages of equal size that are all streamed through one slot per device.
+    They need the least memory."""
     for count in _stage_counts(case):
         yield _streamed_draft(_even_sizes(case.shape.layers, count), 1, case.workers)
 
 
 def _stage_counts(case: StreamCase) -> list[int]:
-    """Return the numbers of stages that the search tries. Each is tried as it is and, over several workers,
-    rounded up to a multiple of the number of workers."""
+    """Return the numbers of stages that the search tries. With several workers, each number rounded up to a
+    multiple of the number of workers is tried as well."""
     layers, workers = case.shape.layers, case.workers
     counts = dict.fromkeys([workers] if workers > 1 else [])
     for size in SIZES:
@@ -175,7 +183,8 @@ def _stage_counts(case: StreamCase) -> list[int]:
 
 
 def _streamed_draft(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
-    """Return a draft with stages of these sizes, all streamed through `slots` slots on each worker."""
+    """Return a candidate layout with stages of these sizes, all streamed through `slots` slots on each
+    worker."""
     return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
@@ -185,8 +194,8 @@ def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
-    """Yield drafts with as many resident stages as fit, spread evenly. The last stage is streamed in some of
-    them and resident in others, in which it may be larger than a slot."""
+    """Yield candidate layouts with as many resident stages as fit, spread evenly. The last stage is streamed
+    in some of them and resident in others. A resident one may be larger than a slot."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
@@ -200,14 +209,15 @@ def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> I
             most = min(others, most + 1)
 
 
-def _resident_flags(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
-    """Return a tuple that says for each stage whether it is resident. `resident` stages are, as far from one
-    another as possible; `phase` shifts their positions."""
-    return tuple((number * resident + phase) % stages < resident for number in range(stages))
+def _resident_flags(stages: int, resident_count: int, phase: int) -> tuple[bool, ...]:
+    """Return, for each stage, whether it is resident. The `resident_count` resident stages are spread evenly,
+    and `phase` shifts their positions."""
+    return tuple((number * resident_count + phase) % stages < resident_count for number in range(stages))
 
 
-def plain_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with the largest stages that fit, and with stages of one layer, as in Mobius."""
+def mobius_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts with the largest stages that fit, and with stages of one layer, as in
+    Mobius."""
     yield from largest_drafts(case)
     yield from smallest_drafts(case)
 
@@ -223,26 +233,26 @@ def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with the partition that Mobius's search finds. Some of its resident stages are streamed
-    instead if the slots need their memory."""
+    """Yield candidate layouts with the partition that Mobius's search finds. If the slots leave too little
+    memory for its resident stages, some of these are streamed."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = search_partition(
             _layer_costs(case), _make_host(case), microbatches, PREFIXES, starts=1
         ).partition
         for draft in _partition_to_drafts(found):
-            yield _evict_until_it_fits(case, draft)
+            yield _stream_stages_until_fit(case, draft)
 
 
 def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
     sizes = tuple(stop - start for start, stop in pairwise(partition.cuts))
     for slots in SLOTS:
-        yield LayoutDraft(sizes, partition.resident, (slots,))
+        yield LayoutDraft(sizes, partition.resident_stages, (slots,))
 
 
-def _evict_until_it_fits(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
-    """Return the draft with fewer resident stages: the middle one is streamed, repeatedly, until the draft
-    fits on the device."""
+def _stream_stages_until_fit(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
+    """Return the layout with so few resident stages that it fits on the device. The middle one of the
+    resident stages becomes streamed, repeatedly."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
         stay = [number for number, stays in enumerate(draft.resident_stages) if stays]
         draft = _toggle_resident(draft, stay[len(stay) // 2])
@@ -252,7 +262,7 @@ def _evict_until_it_fits(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
 def _layer_costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
-    kept = case.memory.kept_bytes + _layer_ring(case)
+    kept = case.memory.kept_bytes + _ring_bytes_per_layer(case)
     layer = LayerCost(
         "layer",
         once,
@@ -264,7 +274,7 @@ def _layer_costs(case: StreamCase) -> list[LayerCost]:
 
 
 def _make_host(case: StreamCase) -> Host:
-    ring = case.memory.ring_bytes(1) - _layer_ring(case)
+    ring = case.memory.ring_bytes(1) - _ring_bytes_per_layer(case)
     memory, device = case.memory, case.device
     state = 0 if case.adapters_travel else memory.state_bytes
     fixed = (
@@ -278,7 +288,7 @@ def _make_host(case: StreamCase) -> Host:
     return Host(1, room, case.link_bandwidth, memory.stage_input_bytes)
 
 
-def _layer_ring(case: StreamCase) -> int:
+def _ring_bytes_per_layer(case: StreamCase) -> int:
     """Return the maximum bytes that one more layer in a stage adds to the buffers for optimizer steps."""
     return case.memory.ring_bytes(2) - case.memory.ring_bytes(1)
 
@@ -287,7 +297,8 @@ def _layer_ring(case: StreamCase) -> int:
 
 
 def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield drafts with stages of equal size. On each worker, as many stages as fit are resident."""
+    """Yield candidate layouts over several workers, with stages of equal size. On each worker, as many stages
+    as fit are resident."""
     for count in _stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.workers):
@@ -295,8 +306,8 @@ def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> LayoutDraft:
-    """Return a draft in which each worker has as many slots as fit, at most `slots`, and then as many
-    resident stages as fit, spread evenly among its stages."""
+    """Return a candidate layout in which each worker has as many slots as fit, at most `slots`, and then as
+    many resident stages as fit, spread evenly among its stages."""
     draft = _streamed_draft(sizes, slots, case.workers)
     for worker in range(case.workers):
         own = range(worker, len(sizes), case.workers)
@@ -325,15 +336,15 @@ def _fits_on_worker(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
 # -- the descent -----------------------------------------------------------------------------------------
 
 
-def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
-    """Return a locally optimal draft. The first change is applied that saves time, or that frees memory
-    without costing time, until there is no such change or `max_tries` changes have been tried."""
+def _improve_draft(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
+    """Return a locally optimal layout. The first change that saves time, or frees memory without costing
+    time, is applied, until there is none or `max_tries` changes have been tried."""
     case, best = evaluated.case, evaluated
     room = case.device_bytes(best.draft)
     better: EvaluatedDraft | None = best
     while better:
         best, better = better, None
-        for change in islice(_neighbours(best), max(0, max_tries)):
+        for change in islice(_neighbouring_drafts(best), max(0, max_tries)):
             max_tries -= 1
             changed = _evaluate_draft(case, change)
             frees = not best.is_better_than(changed) and case.device_bytes(change) < room
@@ -343,21 +354,22 @@ def _descend(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     return best
 
 
-def _neighbours(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts that differ from the given one, the most promising kinds of changes first."""
+def _neighbouring_drafts(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts that differ a little from the given one, the most promising kinds of changes
+    first."""
     draft = evaluated.draft
-    yield from _other_residents(draft)
+    yield from _drafts_with_other_residents(draft)
     if evaluated.case.workers == 1:
-        yield from _other_boundaries(draft)
+        yield from _drafts_with_other_boundaries(draft)
         yield from _drafts_trading_slots(draft)
-        yield from _other_orders(draft)
+        yield from _drafts_with_other_orders(draft)
     else:
-        yield from _other_sizes(evaluated)
+        yield from _drafts_with_other_sizes(evaluated)
 
 
-def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one resident stage more or less, one slot more or less, or another stage of the same
-    worker resident instead of one."""
+def _drafts_with_other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts with one resident stage more or less, with one slot more or less, or with a
+    resident stage exchanged for a streamed stage of the same worker."""
     stages, workers = range(len(draft.resident_stages)), len(draft.slot_counts)
     for number in stages:
         yield _toggle_resident(draft, number)
@@ -371,8 +383,8 @@ def _other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
                 yield _toggle_resident(_toggle_resident(draft, number), other)
 
 
-def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one boundary between stages moved, removed or added."""
+def _drafts_with_other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts with one boundary between stages moved, removed or added."""
     pairs = range(len(draft.layer_counts) - 1)
     for number in pairs:
         one, other = draft.layer_counts[number : number + 2]
@@ -391,8 +403,8 @@ def _other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
 
 
 def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one slot less and a resident stage more, or the reverse, and drafts with one slot
-    less in which two stages are merged into a resident one."""
+    """Yield candidate layouts in which one slot is removed to make one more stage resident, or added by
+    making a resident stage streamed. In others, a slot is removed to merge two stages into a resident one."""
     for number, stays in enumerate(draft.resident_stages):
         slots = draft.slot_counts[0] + (1 if stays else -1)
         if slots in SLOTS:
@@ -403,8 +415,8 @@ def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
             yield _set_slot_count(_replace_stages(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
-def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts with one stage moved to another position."""
+def _drafts_with_other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts with one stage moved to another position."""
     for taken, (size, stays) in enumerate(zip(draft.layer_counts, draft.resident_stages, strict=True)):
         rest = _replace_stages(draft, taken, 1, (), ())
         for place in range(len(draft.layer_counts)):
@@ -412,10 +424,10 @@ def _other_orders(draft: LayoutDraft) -> Iterator[LayoutDraft]:
                 yield _replace_stages(rest, place, 0, (size,), (stays,))
 
 
-def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
-    """Yield drafts over several workers with a boundary between stages moved, removed or added, or with one
-    layer moved to a stage that is no neighbour. Resident stages are then chosen again, since stages may have
-    moved to other workers."""
+def _drafts_with_other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
+    """Yield candidate layouts over several workers with a boundary between stages moved, removed or added, or
+    with one layer moved to a distant stage. Resident stages are chosen anew, since stages may have moved to
+    other workers."""
     case, sizes, slots = evaluated.case, evaluated.draft.layer_counts, max(evaluated.draft.slot_counts)
     for number, (one, other) in enumerate(pairwise(sizes)):
         before, after = sizes[:number], sizes[number + 2 :]
@@ -432,14 +444,18 @@ def _other_sizes(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 
 
 def _replace_stages(
-    draft: LayoutDraft, number: int, removed_stages: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
+    draft: LayoutDraft,
+    number: int,
+    removed_stages: int,
+    sizes: tuple[int, ...],
+    resident_stages: tuple[bool, ...],
 ) -> LayoutDraft:
-    """Return the draft with `removed_stages` consecutive stages, the first of which is `number`, replaced by
-    stages of these sizes."""
+    """Return the layout with `removed_stages` consecutive stages, from stage `number` on, replaced by stages
+    of these sizes."""
     after = number + removed_stages
     return LayoutDraft(
         (*draft.layer_counts[:number], *sizes, *draft.layer_counts[after:]),
-        (*draft.resident_stages[:number], *resident, *draft.resident_stages[after:]),
+        (*draft.resident_stages[:number], *resident_stages, *draft.resident_stages[after:]),
         draft.slot_counts,
     )
 

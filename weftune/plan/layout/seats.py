@@ -1,4 +1,5 @@
-"""Choice of the jobs that run together: each of them has a seat, which means room in memory.
+"""Choice of the jobs that run together, as an assignment of seats. A job with a seat has room in memory and
+runs.
 
 Seats are assigned before a run and between windows, by priority; among equals, running jobs come before
 waiting jobs, and then jobs that are earlier in the jobs file. A job that does not fit in memory beside the
@@ -7,7 +8,7 @@ a job of higher priority is admitted, and jobs of equal priority never preempt e
 
 A waiting job may be overtaken, but not forever: once `MAX_OVERTAKES` jobs that were behind it have been
 admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a
-higher priority that have kept it out then end one after another, and no job takes their place.
+higher priority then end one after another without being replaced, until the waiting job fits.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ The result may depend on the sizes of the jobs only. Jobs that do not fit must n
 either, nor with a larger job in place of a smaller one."""
 
 MAX_OVERTAKES = 8
-"""Number of jobs that may be admitted before a job that is ahead of them in the queue and does not fit."""
+"""Maximum number of jobs that may overtake a waiting job that is ahead of them in the queue but does not fit
+in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The jobs that run together (seated) and all other jobs, in the order in which seats are assigned."""
+    """The jobs that run together (seated) and all other jobs, each in the order of admission."""
 
-    seated: tuple[JobShape, ...]
-    unseated: tuple[JobShape, ...]
+    seated_jobs: tuple[JobShape, ...]
+    unseated_jobs: tuple[JobShape, ...]
 
 
 def order_for_seats(jobs: Sequence[JobShape], attached_jobs: Sequence[JobShape] = ()) -> list[JobShape]:
-    """Return waiting `jobs` and running (`attached_jobs`) jobs in the order in which seats are assigned."""
+    """Return the jobs in the order in which they may run: by priority, and running jobs (`attached_jobs`)
+    before waiting ones among equals."""
     present = {job.name for job in attached_jobs}
     return sorted(
         [*jobs, *attached_jobs], key=lambda job: (-job.priority, job.name not in present, job.file_position)
@@ -47,16 +50,16 @@ def assign_seats(
     waiting_jobs: Sequence[JobShape],
     attached_jobs: Sequence[JobShape],
     fits: Fits,
-    overtaken: Mapping[str, int] | None = None,
+    overtake_counts: Mapping[str, int] | None = None,
 ) -> Seats:
     """Return which of the waiting and running (`attached_jobs`) jobs run together. Every waiting job must fit
-    in memory alone. `overtaken` maps a waiting job to the number of jobs that have been admitted before
+    in memory alone. `overtake_counts` maps a waiting job to the number of jobs that have been admitted before
     it."""
-    seating = _Seating(attached_jobs, fits, overtaken or {})
+    seating = _Seating(attached_jobs, fits, overtake_counts or {})
     rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
         rest = seating.fill(rest)
-    return Seats(tuple(seating.seated), tuple(seating.unseated))
+    return Seats(tuple(seating.seated_jobs), tuple(seating.unseated_jobs))
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
@@ -75,43 +78,51 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
 
 
 class _Seating:
-    """The state while seats are assigned. Checking whether jobs fit is slow, so it is done rarely: by
-    bisection, and not for jobs that are as large as a job that did not fit."""
+    """The state of a choice of jobs that run together. Checking whether jobs fit is slow, so it is done
+    rarely: by bisection, and not for jobs that are as large as a job that did not fit."""
 
-    def __init__(self, attached_jobs: Sequence[JobShape], fits: Fits, overtaken: Mapping[str, int]) -> None:
-        self.seated: list[JobShape] = []
-        self.unseated: list[JobShape] = []
+    def __init__(
+        self, attached_jobs: Sequence[JobShape], fits: Fits, overtake_counts: Mapping[str, int]
+    ) -> None:
+        self.seated_jobs: list[JobShape] = []
+        self.unseated_jobs: list[JobShape] = []
         self._present = {job.name for job in attached_jobs}
         self._fits = fits
-        self._overtaken = overtaken
+        self._overtaken = overtake_counts
         self._as_large: set[str] = set()
         """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
-        """Number of jobs that may still be admitted before the jobs that wait without a seat."""
+        """Number of jobs that may still be admitted before jobs that are ahead of them in the queue but do
+        not fit."""
         self._crowded = False
-        """Whether a job has been admitted. If not, running jobs stay, whatever their predicted memory."""
+        """Whether another job has been admitted. As long as none has, running jobs keep running, whatever
+        their predicted memory."""
 
     def fill(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
-        """Assign seats to the jobs of `waiting_jobs` up to the first job that does not fit in memory. Return
-        the jobs behind that one, which are still to be considered."""
+        """Let the jobs of `waiting_jobs` run up to the first one that does not fit in memory. Return the jobs
+        behind that one, which are still to be considered."""
         tried = self._possible_positions(waiting_jobs)
         run = [waiting_jobs[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
         first = 1 if self._as_large else len(run)
-        count = largest_fit(lambda count: self._fit_together(run[:count]), len(run), first) if run else 0
+        count = (
+            largest_fitting_count(lambda count: self._can_seat_together(run[:count]), len(run), first)
+            if run
+            else 0
+        )
         end = len(waiting_jobs)
         if count < len(run):
             end, self._left = tried[count]
             self._reject_job(waiting_jobs[end], waiting_jobs[end + 1 :])
         taken = {job.name for job in run[:count]}
-        self.seated += run[:count]
+        self.seated_jobs += run[:count]
         self._crowded = self._crowded or not taken <= self._present
-        self.unseated += [job for job in waiting_jobs[: end + 1] if job.name not in taken]
+        self.unseated_jobs += [job for job in waiting_jobs[: end + 1] if job.name not in taken]
         return list(waiting_jobs[end + 1 :])
 
     def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Return pairs for the jobs that may run if all jobs before them fit: the position in `waiting_jobs`,
-        and the number of jobs that may still overtake a waiting job at that position."""
+        """Return a pair for each job that can run if all jobs before it fit: its position in `waiting_jobs`,
+        and how many jobs that are behind waiting jobs may still be admitted at this position."""
         left, found = self._left, []
         for at, job in enumerate(waiting_jobs):
             waits = job.name not in self._present
@@ -134,13 +145,13 @@ class _Seating:
         known.add(job.name)
         self._left = min(self._left, self._remaining_overtakes(job))
 
-    def _fit_together(self, candidates: Sequence[JobShape]) -> bool:
-        together = [*self.seated, *candidates]
+    def _can_seat_together(self, candidates: Sequence[JobShape]) -> bool:
+        together = [*self.seated_jobs, *candidates]
         return all(job.name in self._present for job in together) or self._fits(together) is None
 
 
 def _is_as_large(job: JobShape, other: JobShape) -> bool:
-    """Return whether `job` needs at least as much of everything as `other`."""
+    """Return whether `job` needs at least as much of every resource as `other`."""
     if (
         job.max_sample_tokens < other.max_sample_tokens
         or job.batch_tokens < other.batch_tokens
@@ -159,7 +170,7 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     )
 
 
-def largest_fit(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
+def largest_fitting_count(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
     """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
     is tried first and doubled while it is too low; by default, it is `count`."""
     least, too_many = 0, count + 1

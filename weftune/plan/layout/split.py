@@ -26,11 +26,11 @@ class JobWork:
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Some of the job's global batches, which represent all of them."""
+    """Sample of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
     """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()
-    """Samples of each evaluation."""
+    """Held-out samples of each evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     """Return the predicted seconds of a job's remaining work if it does not share microbatches with other
     jobs.
 
-    Sharing makes it cheaper, but by how much depends on which jobs run on the same device. `capacity` is the
-    maximum number of tokens per microbatch.
+    The time with shared microbatches is shorter, but depends on the other jobs of the device. `capacity` is
+    the maximum number of tokens per microbatch.
     """
     met = {job.shape.name: job.shape.active_parameters}
     room = max(capacity, job.shape.max_sample_tokens)
@@ -64,14 +64,14 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 
-def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
+def data_sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """Return a time model of the base in seconds, computed from its FLOPs and the speed of a device."""
     return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
 
 
-def cpu_sheet_cost(shape: ModelShape) -> CostModel:
+def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:
     """Return a time model of the base in seconds on this machine's CPU, from the CPU's nominal speed."""
-    return sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
+    return data_sheet_cost(shape, data_sheet_speed(detect_cpu().devices[0]))
 
 
 def share_jobs(
@@ -102,8 +102,8 @@ def share_jobs(
 
 
 def _first_in_chain(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
-    """Return the first job of the chain that leads to this job, in which each job starts from the adapter of
-    the previous one."""
+    """Return the first job of the chain that ends with this job. Each job of a chain starts from the adapter
+    of the previous one."""
     while sources.get(name, "") in seconds:
         name = sources[name]
     return name

@@ -34,18 +34,19 @@ is infinite if the stage is not allowed."""
 
 @dataclass(frozen=True, slots=True)
 class StageLimit:
-    """Limits of the device of one stage."""
+    """Memory limit and relative speed of the device that holds one stage."""
 
     memory_bytes: int
     microbatches_in_flight: int = 1
-    """Number of microbatches whose activations the stage holds at once."""
+    """Maximum number of microbatches whose activations the stage keeps at a time."""
     relative_time: float = 1.0
-    """Time that the device takes, divided by the time of the device on which the layers were measured."""
+    """Time that this device takes for a layer, relative to the device on which layers were measured."""
 
 
-def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
-    """Return one stage per limit, so that the slowest stage is as fast as possible and, among such
-    partitions, the largest memory is as small as possible. Raise PlanError if no partition fits in memory."""
+def balance_stages(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
+    """Return a partition of the layers into one stage per limit. The slowest stage is as fast as possible
+    and, with equal speed, the largest memory of a stage as small as possible. Raise PlanError if no partition
+    fits in memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _stage_memory(layers, limits)
@@ -111,13 +112,13 @@ def _stage_memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> 
 def _shortage_reason(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
     """Return an error message that names the stage that exceeds its memory most, in the best partition."""
 
-    def excess(number: int) -> int:
+    def excess_bytes(number: int) -> int:
         stage = stage_cost(layers, cuts[number], cuts[number + 1])
         return stage.resident_bytes(limits[number].microbatches_in_flight) - limits[number].memory_bytes
 
-    worst = max(range(len(limits)), key=excess)
+    worst = max(range(len(limits)), key=excess_bytes)
     limit = limits[worst]
-    need = excess(worst) + limit.memory_bytes
+    need = excess_bytes(worst) + limit.memory_bytes
     return (
         f"no cut of {len(layers)} layers into {len(limits)} stages fits: in the closest, stage {worst} needs "
         f"{format_bytes(need)} with {limit.microbatches_in_flight} microbatches in flight, but its "
@@ -154,7 +155,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
     known = multiplication_costs(shape) if costs is None else costs
     each = [known.stage_cost(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
     layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
-    slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
+    slowest = max(one.seconds for one in balance_stages(layers, [StageLimit(ANY)] * stages))
     taken = layer_sums(layers, lambda layer: layer.forward + layer.backward)
     squares = np.where(taken > slowest * (1 + ROUNDING), np.inf, taken**2)
     _, cuts = minimise_sum(np.broadcast_to(squares, (stages, *squares.shape)))
@@ -162,8 +163,8 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 
 def multiplication_costs(shape: ModelShape) -> PartCosts:
-    """Return the costs of the parts of a base in multiplications per token. The head counts twice in its
-    forward, which also computes the gradient of its input, and not in its backward."""
+    """Return the costs of the parts of a base in multiplications per token. The forward of the head counts
+    twice and its backward not at all, since the forward also computes the gradient of the head's input."""
     inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
@@ -184,8 +185,8 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """Return the counts of a typical microbatch of one job with `tokens` tokens, for which stages are
     balanced.
 
-    All rows go through the head. If fewer do in the run, only the last stage is idle for a while; if more
-    did, all other stages would wait for it.
+    All rows are assumed to go through the head. This is safe: if fewer do in the run, only the last stage is
+    idle for a while; if the assumption were too low, all other stages would wait for the last one.
     """
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * site.values_per_token for site in shape.sites if not site.experts)

@@ -1,7 +1,7 @@
 """Choice of how a base is streamed from host memory, with the reason as a sentence.
 
-A base that fits on one device is not streamed. Otherwise, and over several workers, the fastest cut into
-stages is chosen. If nothing fits, an error explains why before anything is loaded.
+A base that fits on one device is not streamed. If it does not fit, or if several workers are to stream it,
+the fastest cut into stages is chosen. If nothing fits, an error explains why before anything is loaded.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from weftune.plan.layout.search import (
     even_drafts,
     filled_drafts,
     fits_any,
-    frugal_drafts,
+    least_memory_drafts,
     search,
 )
-from weftune.plan.layout.seats import largest_fit, order_for_seats
+from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.program.layout import Layout, one_device_layout
 
 MIN_CAPACITY = 256
 """Smallest token capacity of microbatches that is tried, apart from the length of the longest sample."""
 MIN_GAIN = 0.01
-"""Relative gain in time that is required to offload inputs or to stream adapters. It allows for the
-prediction's assumption that the link always reaches its best speed."""
+"""Relative gain in time that is required to offload inputs or to stream adapters. A smaller predicted gain is
+unreliable, since the prediction assumes that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """The data that host memory holds in addition to the weights of layers."""
+    """Flags for the data that host memory holds in addition to the weights of layers."""
 
     adapters_travel: bool
     """Whether adapters are kept in host memory and loaded together with their stage."""
@@ -62,7 +62,7 @@ class StreamChoice:
     """Bytes of host memory that all workers together need."""
     round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
-    waiting_share: float
+    waiting_fraction: float
     """Fraction of a round in which devices wait for the host."""
     reason: str
     """Reason for the choice, as a clause for the user."""
@@ -94,11 +94,11 @@ def choose_for_jobs(
         return fits_streamed(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs)
 
     waiting: Sequence[JobShape] = ()
-    if count := largest_fit(lambda count: fits_together(count, ordered[count:]), len(ordered)):
+    if count := largest_fitting_count(lambda count: fits_together(count, ordered[count:]), len(ordered)):
         waiting = ordered[count:]
     else:
         # If not even one of them fits, the choice raises the error that says why.
-        count = largest_fit(lambda count: fits_together(count, ()), len(ordered)) or 1
+        count = largest_fitting_count(lambda count: fits_together(count, ()), len(ordered)) or 1
     return choose_stream(shape, ordered[:count], device, max_tokens, tokens(count), waiting_jobs=waiting)
 
 
@@ -170,7 +170,7 @@ def _make_stream_choice(evaluated: EvaluatedDraft, reason: str) -> StreamChoice:
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
         round_seconds=evaluated.seconds,
-        waiting_share=case.waiting_share(draft),
+        waiting_fraction=case.waiting_fraction(draft),
         reason=reason,
         reads_weight_files=case.device.staging_bytes is not None,
     )
@@ -184,7 +184,8 @@ def fits_streamed(
     round_tokens: int,
     waiting_jobs: Sequence[JobShape] = (),
 ) -> bool:
-    """Return whether `choose_stream` would find a layout that fits, with the smallest microbatches."""
+    """Return whether a layout for streaming the base exists that fits in memory with the smallest
+    microbatches."""
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
     if _choose_resident(shape, jobs, device, max_tokens, round_tokens, waiting_jobs):
         return True
@@ -200,8 +201,8 @@ def fits_streamed(
 
 
 def capacities(min_tokens: int, max_tokens: int, round_tokens: int) -> list[int]:
-    """Return the token capacities of microbatches to try: `max_tokens`, half of it and so on, and at last the
-    length of the longest sample, `min_tokens`. Capacities far beyond `round_tokens` are left out."""
+    """Return the token capacities of microbatches to try: `max_tokens` and its repeated halves, and finally
+    the length of the longest sample, `min_tokens`. Capacities far above `round_tokens` are left out."""
     halves = (max_tokens >> power for power in range(max_tokens.bit_length()))
     fits_together = [one for one in halves if one >= max(min_tokens, min(MIN_CAPACITY, round_tokens))]
     # A capacity beyond the tokens of a round is useless, whatever memory it takes.
@@ -265,7 +266,7 @@ def _streaming_reason(evaluated: EvaluatedDraft) -> str:
         f"{format_bytes(whole)} and the GPU has {format_bytes(device.budget_bytes)} for a run; adapters "
         f"{adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
-        f"{case.waiting_share(draft):.0%} of a step{files}"
+        f"{case.waiting_fraction(draft):.0%} of a step{files}"
     )
 
 
@@ -288,8 +289,8 @@ def choose_for_workers(
     unstreamed_bytes: int,
 ) -> StreamChoice:
     """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
-    `later_jobs` jobs fits alone with the same stages. If `shape` is that of a shard, a team of shards takes
-    the place of each worker.
+    `later_jobs` jobs fits alone with the same stages. If `shape` is that of a shard, each of the `workers` is
+    a group of workers that hold the shards of its stages.
 
     `device` describes the device of every worker and the host memory that all workers share. Microbatches
     have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
@@ -297,10 +298,10 @@ def choose_for_workers(
     """
     assert jobs, "there is nothing to train"
 
-    def case(together: Sequence[JobShape], capacity: int) -> StreamCase:
-        tokens = max(sum(job.batch_tokens for job in together), max_sample_tokens(together))
+    def case(attached_jobs: Sequence[JobShape], capacity: int) -> StreamCase:
+        tokens = max(sum(job.batch_tokens for job in attached_jobs), max_sample_tokens(attached_jobs))
         return StreamCase(
-            shape, tuple(together), device, tokens, capacity, adapters_travel=False, workers=workers
+            shape, tuple(attached_jobs), device, tokens, capacity, adapters_travel=False, workers=workers
         )
 
     tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
@@ -315,7 +316,8 @@ def choose_for_workers(
 
 
 def _workers_text(case: StreamCase) -> str:
-    """Return text such as `2 workers`, `2 shards` or `2 workers of 2 shards`."""
+    """Return a description of the workers for the user, such as `2 workers`, `2 shards` or `2 workers of 2
+    shards`."""
     counts = ((case.workers, "workers"), (case.shape.shards, "shards"))
     return " of ".join(f"{count} {noun}" for count, noun in counts if count > 1)
 
@@ -334,7 +336,7 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
         "for a run; adapters and "
         f"inputs of stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, "
         "and "
-        f"Loads take {case.waiting_share(evaluated.draft):.0%} of a step"
+        f"Loads take {case.waiting_fraction(evaluated.draft):.0%} of a step"
     )
 
 
@@ -374,7 +376,8 @@ def _check_jobs_fit(
 
 
 def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error that says whether device or host is too small, if no draft fits in any case."""
+    """Return the error for a base that cannot be streamed with any capacity. It says whether device or host
+    memory is too small."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _device_shortage(smallest):
@@ -393,8 +396,8 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _workers_misfit_error(case: StreamCase) -> PlanError:
-    """Return the error that says whether device or host is too small, if no draft over several workers
-    fits."""
+    """Return the error for a base that cannot be streamed to several workers. It says whether device or host
+    memory is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget_bytes:
         others = len(case.jobs) - 1
@@ -419,8 +422,8 @@ def _workers_misfit_error(case: StreamCase) -> PlanError:
 
 
 def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
-    """Return the end of a sentence that says how much device memory is needed in the case that needs least,
-    and how much is available. Return None if this case fits on the device."""
+    """Return a clause for the user with the least device memory that streaming needs and the memory that is
+    available. Return None if the device has enough memory."""
     case = min(cases, key=_least_bytes)
     need = _least_bytes(case)
     if need <= case.device.budget_bytes:
@@ -435,13 +438,13 @@ def _device_shortage(cases: Sequence[StreamCase]) -> str | None:
 
 
 def _least_bytes(case: StreamCase) -> int:
-    return min(map(case.peak_bytes, frugal_drafts(case)))
+    return min(map(case.peak_bytes, least_memory_drafts(case)))
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
-    """Return the smallest number of host bytes with which the base can be streamed. Return None if no draft
-    fits on the devices."""
+    """Return the smallest number of host bytes with which the base can be streamed, or None if no layout fits
+    on the devices."""
     full = filled_drafts(case) if case.workers > 1 else even_drafts(case)
-    drafts = (*full, *frugal_drafts(case))
+    drafts = (*full, *least_memory_drafts(case))
     fitting = (draft for draft in drafts if case.peak_bytes(draft) <= case.device.budget_bytes)
     return min(map(case.host_bytes, fitting), default=None)

@@ -1,9 +1,11 @@
-"""The effect of each mechanism of a plan: the predicted time without it, compared with the plan's own.
+"""Ablation of a plan: the predicted time without each of the planner's optional mechanisms, compared with the
+time of the plan.
 
-Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. The
-first window (a few global batches of every job), which ends with whole batches, shows most mechanisms. Those
-of a pipeline's planner are shown by two consecutive windows, planned with the speeds that a run would measure
-if its passes took the predicted times: a first window is planned with guessed speeds, and hands over to none.
+Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. Most
+mechanisms are compared in the first window (a few global batches of every job), ended with whole batches.
+Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds that a run
+would measure if its passes took the predicted times. The first window alone would not show them: it is
+planned with guessed speeds and does not hand over.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ WITHOUT: Sequence[tuple[str, str, Mechanisms]] = (
     ("hand-over", "windows drain", Mechanisms(hands_over=False)),
     ("chunks", "samples stay whole", Mechanisms(cuts_samples=False)),
 )
-"""Each mechanism of a pipeline's planner, with a description of its replacement, and all others."""
+"""Ablations of a pipeline's planner: the name of the mechanism that is left out, a description of what
+replaces it, and the mechanisms that remain."""
 
 
 def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
-    """Return the predicted effect of leaving out each mechanism of the plan, one at a time."""
+    """Return the predicted effect of leaving out each optional mechanism of the planner, such as packing, one
+    at a time."""
     jobs, choice = list(prediction.window.shapes.values()), prediction.choice
     # The plan that is shown has whole batches, so that times can be compared.
     plan = partial(first_window, attached=jobs, job_window=job_window, hands_over=False)
@@ -61,7 +65,7 @@ def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes)
         rows.append(replace(row, options={"capacity": half}))
     if len(choice.layout.stages) > 1:
         rows += _ablate_planner(prediction, jobs, job_window, times)
-        if (even := _even_stages_choice(choice)).layout != choice.layout:
+        if (even := _choice_with_even_stages(choice)).layout != choice.layout:
             forecast = forecast_window(plan(even), times)
             rows.append(compare(prediction, "partition", "embedding and head not counted", forecast))
         return rows
@@ -80,8 +84,8 @@ def compare(
     other: Forecast,
     reference: Forecast | None = None,
 ) -> Ablation:
-    """Return the comparison of a forecast without one mechanism with a `reference`, which has all of them and
-    is the forecast of the plan if it is None."""
+    """Compare a forecast without one mechanism with `reference`, a forecast with all mechanisms. The default
+    is the forecast of the plan."""
     shown = prediction.forecast
     other, own = scale_to_window(other, shown), scale_to_window(reference or shown, shown)
     return Ablation(mechanism, alternative, other, other.seconds / own.seconds - 1.0)
@@ -90,7 +94,8 @@ def compare(
 def _ablate_planner(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, times: StageTimes
 ) -> Iterator[Ablation]:
-    """Yield the mechanisms of a pipeline's planner that change how two windows run."""
+    """Yield the ablations of a pipeline's planner, one for each mechanism that changes how two consecutive
+    windows run."""
     plan = partial(_plan_two_windows, prediction, jobs, job_window)
     windows = plan(Mechanisms())
     reference = _forecast_windows(windows, times)
@@ -109,7 +114,8 @@ def _plan_two_windows(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, mechanisms: Mechanisms
 ) -> list[FirstWindow]:
     """Return two consecutive windows without evaluations that are planned with these mechanisms. The last one
-    leaves nothing unfinished. If the jobs have no more batches, it is the only one."""
+    leaves nothing unfinished. If the first window contains all batches of the jobs, return this window
+    alone."""
     choice = replace(prediction.choice, mechanisms=mechanisms)
     rounds = undisturbed_rounds(choice, jobs, job_window)
     paces = simulated_paces(prediction.program, prediction.timeline)
@@ -129,14 +135,14 @@ def _plan_two_windows(
 
 
 def undisturbed_rounds(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: TrainedWindow) -> int:
-    """Return the rounds of the first window if no job were evaluated. A window of a pipeline ends where a job
-    is evaluated, whatever the mechanisms are."""
+    """Return the number of rounds that the first window would have without evaluations. With evaluations, a
+    pipeline's window ends at the first of them, which would hide the effect of mechanisms."""
     windows = [replace(job_window(job.name, choice.window_rounds), evaluation=()) for job in jobs]
     return max(len(one.batches) for one in shorten_windows(windows, choice.first_pace))
 
 
 def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Forecast:
-    """Return the forecast of consecutive windows together."""
+    """Return one forecast for several consecutive windows."""
     if not windows[0].program.hands_over:
         return sum_forecasts([forecast_window(one, times) for one in windows])
     # The predicted seconds are those of one window; without them, the forecast has the simulated ones.
@@ -146,8 +152,8 @@ def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Fore
     return forecast_window(replace(windows[0], program=program, prediction=prediction), times)
 
 
-def _even_stages_choice(choice: LayoutChoice) -> LayoutChoice:
-    """Return the choice with stages whose numbers of layers differ by at most one."""
+def _choice_with_even_stages(choice: LayoutChoice) -> LayoutChoice:
+    """Return the layout choice with stages that have equal numbers of layers, up to a difference of one."""
     layout, layers = choice.layout, choice.layout.layers
     cuts = [layers * number // len(layout.stages) for number in range(len(layout.stages) + 1)]
     ranges = [LayerRange(start, stop, layers) for start, stop in pairwise(cuts)]

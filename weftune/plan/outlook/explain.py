@@ -9,8 +9,8 @@ from weftune.plan.program.program import Recompute
 
 
 def explain(prediction: Prediction, source: str) -> list[str]:
-    """Return the sentences that explain a plan whose base stays on the devices. `source` says where the times
-    come from."""
+    """Return the sentences that explain a plan whose base stays on the devices. `source` is a description of
+    the source of the predicted times."""
     choice, program, forecast = prediction.choice, prediction.program, prediction.forecast
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
@@ -60,8 +60,8 @@ def recomputed_sentence(recompute: Recompute) -> str:
 
 
 def explain_streamed_plan(outlook: StreamOutlook, source: str) -> list[str]:
-    """Return the sentences that explain a plan with a streamed base, except its stages, which the layout
-    choice's own sentence describes. `source` says where the times come from."""
+    """Return the sentences that explain a plan with a streamed base, except for the sentence about its
+    stages. `source` is a description of the source of the predicted times."""
     choice, layout = outlook.choice, outlook.choice.layout
     seconds = outlook.forecast.seconds
     others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in outlook.alternatives)
@@ -86,5 +86,5 @@ def explain_streamed_plan(outlook: StreamOutlook, source: str) -> list[str]:
         "keeps its input only.",
         f"Adapters {adapters}. Inputs of stages {inputs}.",
         f"Uploads: {format_bytes(outlook.uploaded_bytes)} of layers per round; devices wait for the host in "
-        f"{choice.waiting_share:.1%} of it.",
+        f"{choice.waiting_fraction:.1%} of it.",
     ]

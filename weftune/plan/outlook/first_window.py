@@ -13,7 +13,7 @@ from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.fitted import FittedModels, WindowPrediction
-from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import LayoutChoice
 from weftune.plan.program.handover import FINISHED, Unfinished
@@ -27,8 +27,8 @@ from weftune.plan.window.window import Pacing, plan_window
 def prediction_numbers(
     layout: Layout, program: Program, shapes: JobShapes, prediction: WindowPrediction, process_bytes: int
 ) -> dict[str, Any]:
-    """Return the prediction as a JSON-compatible dict. `process_bytes` is the number of bytes that a process
-    holds before anything is loaded."""
+    """Return the predicted time and memory of a window, with its layout, as a JSON-compatible dict.
+    `process_bytes` is the number of bytes that a process holds before anything is loaded."""
     return {
         "layout": {
             "stages": [
@@ -99,8 +99,8 @@ def plan_predicted_window(
     *,
     uses_free_memory: bool = True,
 ) -> FirstWindow:
-    """Return the planned window of these jobs, with its predicted time and memory. With `uses_free_memory`, a
-    pipeline has as many microbatches in flight as memory allows."""
+    """Plan a window of these jobs, and return it with its predicted time and memory. With `uses_free_memory`,
+    a pipeline has as many microbatches in flight as memory allows."""
     memory, shapes = choice.memory, {job.name: job for job in attached}
     recompute = memory.choose_recompute(attached, choice.capacity)
     capacity = memory.choose_capacity(attached, choice.capacity, recompute)
@@ -116,7 +116,7 @@ def plan_predicted_window(
         inherited,
         choice.mechanisms.packing_limits,
     )
-    known = choice.cost_model or arithmetic(choice.shape)
+    known = choice.cost_model or uncalibrated_cost_model(choice.shape)
     fitted_models = FittedModels(initial_cost=known, memory=memory, first_seconds=choice.first_pass_seconds)
     return FirstWindow(
         program, fitted_models.predict_window(program, shapes, _price_program(choice, shapes)), shapes, choice

@@ -21,9 +21,9 @@ from weftune.plan.window.window import Mechanisms
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
-"""Ratio of the time of a forward and a backward, without recomputation, to the time of a forward."""
+"""Time of a forward and a backward without recomputation, relative to the time of a forward."""
 FEW_ROUNDS = 2
-"""Number of global batches per job with which alternatives are predicted."""
+"""Number of global batches per job in forecasts of alternative ways to run the jobs."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
 """A function that returns a job's part of the first window, given the name of the job, its number of global
 batches, and whether the window begins with its evaluation."""
@@ -45,10 +45,10 @@ class Forecast:
     peaks: tuple[int, ...]
     """Peak bytes on each device."""
     fits: bool
-    """Whether the memory of each device suffices for its peak."""
+    """Whether the predicted peak fits in the memory of each device."""
     capacity: int
     sum_seconds: float = 0.0
-    """Seconds in which devices wait for sums over shards (all-reduces), summed over the devices."""
+    """Seconds in which devices wait for all-reduces over shards, summed over the devices."""
 
     @property
     def step_seconds(self) -> float:
@@ -66,7 +66,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """The predicted effect of replacing one mechanism of a plan."""
+    """The predicted effect of leaving out one of the planner's optional mechanisms, such as packing."""
 
     mechanism: str
     alternative: str
@@ -74,12 +74,13 @@ class Ablation:
     relative_cost: float
     """Relative increase in the time of the window. It is negative if the window would be shorter."""
     is_added: bool = False
-    """Whether the mechanism is off by default, so that the alternative adds it instead of leaving it out."""
+    """Whether the mechanism is off by default. The alternative then adds it to the plan instead of leaving it
+    out."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Maps names of options of a run to the values with which a run leaves the mechanism out. Empty if no
-    options have this effect, so that it cannot be measured."""
+    """Maps names of options of a run to the values that leave the mechanism out, so that its effect can be
+    measured. Empty if there are no such options."""
     measured_step_seconds: float | None = None
-    """Measured seconds per round. None if it has not been measured."""
+    """Measured seconds per round of a run without the mechanism. None if no such run was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ def predict_window(
     if evaluating or first.program.hands_over:
         window = _training_window(choice, jobs, job_window)
     timeline = _simulate_window(window, times)
-    forecast = _forecast(window, timeline)
-    others = _alternatives(choice, jobs, job_window, times)
+    forecast = _forecast_timeline(window, timeline)
+    others = _forecast_alternatives(choice, jobs, job_window, times)
     alternatives = tuple(scale_to_window(one, forecast) for one in others)
     return Prediction(first, window.program, timeline, forecast, alternatives)
 
@@ -122,28 +123,29 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
     window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
-    layers, recomputed = times.layers, window.program.recompute.recomputed_layers
-    again = min(1.0, recomputed * len(choice.layout.stages) / layers)
+    layers, recomputing_fraction = times.layers, window.program.recompute.recomputed_layers
+    again = min(1.0, recomputing_fraction * len(choice.layout.stages) / layers)
     return WindowPrice(
         tokens=forecast.tokens,
         seconds=forecast.seconds,
-        computed=1.0 - forecast.bubbles,
-        without_link=at_once.seconds,
-        recomputed=again / (again + TRAINED_PASSES),
+        computing_fraction=1.0 - forecast.bubbles,
+        seconds_without_link=at_once.seconds,
+        recomputing_fraction=again / (again + TRAINED_PASSES),
         peak_bytes=max(forecast.peaks),
         capacity=forecast.capacity,
     )
 
 
 def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf) -> FirstWindow:
-    """Return the first window without evaluations. It leaves no batch unfinished for the next window."""
+    """Return the first window of a run without evaluations and without batches that are left to the next
+    window."""
     return first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False), hands_over=False)
 
 
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
     """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
     times = replace(times, step=times.step.plus(window.choice.step_wait))
-    return _forecast(window, _simulate_window(window, times))
+    return _forecast_timeline(window, _simulate_window(window, times))
 
 
 def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
@@ -151,7 +153,7 @@ def _simulate_window(window: FirstWindow, times: StageTimes) -> Timeline:
     return times.timeline(window.program, choice.layout, window.shapes, choice.load_pace)
 
 
-def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
+def _forecast_timeline(window: FirstWindow, timeline: Timeline) -> Forecast:
     program, prediction = window.program, window.prediction
     seconds = timeline.makespan if prediction.seconds is None else prediction.seconds
     counts = Counter(batch.job for batch in program.batches)
@@ -172,11 +174,12 @@ def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
     )
 
 
-def _alternatives(
+def _forecast_alternatives(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
     """Return forecasts in which the jobs run one after another on the same layout: microbatch after
-    microbatch and, in a pipeline, with the 1F1B schedule. A few global batches of each job represent all."""
+    microbatch and, in a pipeline, with the 1F1B schedule. Only a few global batches of each job are
+    simulated."""
     parts, plain = [], replace(choice, mechanisms=Mechanisms(order=PipelineOrder.alternating))
     for job in jobs:
         alone = first_window(
@@ -185,7 +188,7 @@ def _alternatives(
             lambda name, rounds: job_window(name, min(rounds, FEW_ROUNDS), False),
             hands_over=False,
         )
-        parts.append(_forecast(alone, _simulate_window(alone, times)))
+        parts.append(_forecast_timeline(alone, _simulate_window(alone, times)))
     piped = replace(sum_forecasts(parts), name=PIPED)
     alone_seconds = (piped.busy_seconds + piped.sum_seconds) / choice.layout.shards
     alone_way = replace(piped, name=ALONE, seconds=alone_seconds)
@@ -208,7 +211,7 @@ def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
 
 
 def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast of several runs that follow one another. It has the name of the first one."""
+    """Return the total forecast of several runs that follow one another, with the name of the first one."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -225,8 +228,7 @@ def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
 
 
 def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of jobs that share microbatches. Jobs that each share one with a third job are in the
-    same group."""
+    """Return the groups of jobs that share microbatches, directly or through other jobs."""
     groups: list[set[str]] = []
     for microbatch in program.microbatches:
         met = set(microbatch.jobs)
@@ -247,7 +249,7 @@ class ShareOutlook:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second while all devices are running."""
+        """Predicted number of tokens per second while all devices are training."""
         return sum(part.forecast.tokens_per_second for part in self.parts)
 
 

@@ -24,7 +24,7 @@ class StreamOutlook:
 
     choice: LayoutChoice
     case: StreamCase
-    """Base, jobs and device for which the layout was chosen."""
+    """Base, jobs and device for which the layout was chosen, as input of the formulas for a streamed base."""
     forecast: Forecast
     """Forecast of a round: one global batch of every job."""
     alternatives: tuple[Forecast, ...]
@@ -35,8 +35,8 @@ class StreamOutlook:
 
     @property
     def uploaded_bytes(self) -> int:
-        """Bytes of layers that are copied to the devices per round. A stage that is still in a slot is not
-        copied again."""
+        """Bytes of layers that are copied to the devices per round (one global batch of every job). A stage
+        that is still in a slot of device memory is not copied again."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.for_worker(worker)
@@ -74,11 +74,12 @@ def streaming_case(choice: LayoutChoice, jobs: Sequence[JobShape]) -> StreamCase
 
 
 def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
-    """Return the forecast of a round with this layout, by the formula that the search for the layout uses."""
+    """Return the forecast of a round (one global batch of every job) with this layout, by the formula that
+    the search for layouts uses."""
     draft = draft_from_layout(layout)
     seconds, exposed_seconds, need = (
         case.round_seconds(draft),
-        case.waiting_share(draft),
+        case.waiting_fraction(draft),
         case.device_bytes(draft),
     )
     devices = layout.workers * layout.shards
@@ -109,7 +110,7 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
 
 def ablate_streamed_plan(outlook: StreamOutlook) -> tuple[Ablation, ...]:
     """Compare the plan with other divisions into stages, with loads without prefetch, and with all stages
-    streamed. Everything else stays as chosen. Layouts that do not fit are omitted."""
+    streamed. All other choices of the plan are kept. Layouts that do not fit in memory are omitted."""
     layout = outlook.choice.layout
     others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
     if max(layout.slot_counts) > 1:
@@ -142,7 +143,7 @@ def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeli
 
 
 def _pass_prices(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
-    """Return the cost of one microbatch on every stage."""
+    """Return the cost of one microbatch on every stage of a streamed base."""
     one = replace(case, round_tokens=rows, capacity=rows)
     return tuple(
         PassPrice(stage.forward_seconds, stage.backward_seconds) for stage in one.stage_rounds(sizes)

@@ -23,7 +23,7 @@ class JobTotal:
     state_bytes: int
     """Bytes of the job's adapter, including gradient and optimizer state."""
     is_lower_bound: bool = False
-    """Whether `steps` is only a lower bound on the number of steps."""
+    """Whether the number of steps is only a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class WholeRun:
     ends: Mapping[str, float]
     """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
-    """Bytes that are needed on the fullest device."""
+    """Bytes that the run needs on the fullest device."""
     budget_bytes: int
 
     @property
@@ -52,11 +52,11 @@ def tokens_per_step(
     steps: int,
     scored_tokens: float = 0.0,
 ) -> float:
-    """Return the tokens per optimizer step as `JobTotal` counts them.
+    """Return the number of tokens per optimizer step of a job, where evaluated and scored tokens are
+    converted into trained tokens that take equally long.
 
-    `batches` contains the sample lengths of a few global batches, which represent all. `held_out` is the
-    number of tokens per evaluation, and `scored_tokens` the number of tokens that a reference policy scores
-    once."""
+    `batches` contains the sample lengths of a few typical global batches. `held_out` is the number of tokens
+    per evaluation, and `scored_tokens` the number of tokens that a reference policy scores once."""
     trained = sum(map(sum, batches)) / max(1, len(batches))
     return trained + EVALUATION_COST * (held_out * evaluations + scored_tokens) / max(1, steps)
 

@@ -42,7 +42,7 @@ class Packing:
     lower_bound: int
     """Lower bound on the number of microbatches. It may not be reachable."""
     least_rows: int
-    """Rows of the least full microbatch, which is the last one."""
+    """Number of rows in the least full microbatch, which is the last one."""
     method: PackingMethod
     is_optimal: bool
     """Whether the lower bound proves that fewer microbatches are impossible."""
@@ -65,7 +65,7 @@ def pack_best(
 
     With `leaves_room`, the rows of the last microbatch are also minimised, so that samples of the next round
     can be added to it. The rows of each job in a microbatch are padded to a multiple of `multiple`. `jobs`
-    contains the number of each sample's job; None means that all samples belong to one job.
+    contains the number of each sample's job; If it is None, all samples belong to one job.
     """
     return pack_instance(make_instance(lengths, capacity, multiple, jobs), leaves_room, limits)
 
@@ -82,8 +82,8 @@ def pack_instance(case: Instance, leaves_room: bool = False, limits: Limits = LI
             bins, method = candidate, candidate_method
 
     def can_free_rows() -> bool:
-        """Return whether the lower bounds allow at least the shortest sample to be removed from the least
-        full bin."""
+        """Return whether the least full bin exceeds its smallest possible load by at least the shortest
+        sample."""
         spare = least_load(case, bins) - least_possible_load(case, len(bins))
         return leaves_room and spare >= min(case.lengths, default=1)
 

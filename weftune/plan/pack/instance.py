@@ -22,8 +22,8 @@ class Instance:
 
     lengths: tuple[int, ...]
     jobs: tuple[int, ...]
-    """For each sample, the number of its job. All numbers are 0 if rows are not padded, because packing then
-    does not depend on jobs."""
+    """Index of each sample's job. All indices are 0 if rows are not padded, since packing then does not
+    depend on jobs."""
     capacity: int
     """Maximum rows per microbatch, rounded down to a multiple of `multiple`."""
     multiple: int
@@ -42,7 +42,7 @@ class Instance:
 
     @property
     def rows(self) -> int:
-        """Number of rows, including padding, that all samples would have in a single microbatch."""
+        """Number of rows, including padding, of a single microbatch with all samples."""
         return self.load(range(len(self.lengths)))
 
 
@@ -81,7 +81,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def pack_padded(case: Instance) -> Bins:
     """Return bins of sample indices by best fit decreasing, where the rows of each job in a bin are padded. A
-    sample may take the place of padding rows of its job."""
+    sample may replace padding rows of its job."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []
@@ -112,15 +112,15 @@ def lower_bound(case: Instance) -> int:
     """Return a lower bound on the number of microbatches."""
     # Samples of one job share padding, so only a job's sum may be rounded up, not each sample's length.
     by_rows = -(-case.rows // case.capacity) if case.lengths else 0
-    return max(by_rows, _l2(case.lengths, case.capacity))
+    return max(by_rows, _martello_toth_bound(case.lengths, case.capacity))
 
 
-def _l2(lengths: Sequence[int], capacity: int) -> int:
+def _martello_toth_bound(lengths: Sequence[int], capacity: int) -> int:
     """Return the lower bound L2 on the number of microbatches: the largest of the bounds for every choice of
     `smallest`, the length below which samples are ignored.
 
-    Each sample that is longer than half of a microbatch needs its own microbatch. The room beside it can hold
-    shorter samples only if `smallest` tokens fit there.
+    Each sample that is longer than half of a microbatch needs its own microbatch. Shorter samples can share
+    its microbatch only if `smallest` tokens still fit.
     """
     ordered = sorted(lengths)
     sums = [0, *accumulate(ordered)]

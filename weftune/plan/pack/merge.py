@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
 from weftune.plan.pack.instance import Instance, make_instance, pad_rows
-from weftune.plan.pack.swap import best_fill
+from weftune.plan.pack.swap import find_best_fill
 from weftune.plan.program.program import IllegalProgram
 
 
@@ -39,7 +39,7 @@ class Merged:
 
     microbatches: tuple[Microbatch, ...]
     moved_samples: int
-    """Number of samples that were moved into the previous round."""
+    """Number of samples that were moved into the last microbatch of the round before."""
     separate_count: int
     """Number of microbatches that separate packing of each round gives."""
 
@@ -62,29 +62,33 @@ class MergeRules:
 def merge(
     rounds: Sequence[Sequence[BatchSample]],
     rules: MergeRules,
-    previous: Sequence[Microbatch] = (),
+    previous_microbatches: Sequence[Microbatch] = (),
     move_samples: bool = True,
 ) -> Merged:
-    """Pack each round into microbatches and concatenate the rounds. `previous` contains microbatches that
-    come before the rounds and do not change.
+    """Pack each round into microbatches and concatenate the rounds. `previous_microbatches` come before the
+    rounds and do not change.
 
     With `move_samples`, samples may move into the last microbatch of the round before, unless the sequence
     becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
     to its previous one, which may require no-ops.
     """
     alone = [_pack_samples(samples, rules) for samples in rounds]
-    plain = _concatenate(rounds, alone, rules, previous, move_samples=False)
-    merged = _concatenate(rounds, alone, rules, previous, move_samples=True) if move_samples else plain
+    plain = _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=False)
+    merged = (
+        _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=True)
+        if move_samples
+        else plain
+    )
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
-    verify(rounds, best.microbatches, rules, previous)
+    verify_microbatches(rounds, best.microbatches, rules, previous_microbatches)
     return best
 
 
-def verify(
+def verify_microbatches(
     rounds: Sequence[Sequence[BatchSample]],
     microbatches: Sequence[Microbatch],
     rules: MergeRules,
-    previous: Sequence[Microbatch] = (),
+    previous_microbatches: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
     exceeds the capacity, and the batches of a job are far enough apart (the bubble lemma)."""
@@ -93,7 +97,9 @@ def verify(
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
     ends: dict[tuple[str, int], int] = {}
     newest: dict[str, int] = {}
-    for number, microbatch in enumerate([*previous, *microbatches], start=-len(previous)):
+    for number, microbatch in enumerate(
+        [*previous_microbatches, *microbatches], start=-len(previous_microbatches)
+    ):
         if number >= 0 and _padded_rows(microbatch, rules.multiple) > rules.capacity:
             raise IllegalProgram(f"microbatch {number} is over the capacity of {rules.capacity}")
         for one in microbatch:
@@ -108,21 +114,21 @@ def verify(
             ends[one.job, one.batch] = number
 
 
-def _concatenate(
+def _concatenate_rounds(
     rounds: Sequence[Sequence[BatchSample]],
     packed_rounds: Sequence[Sequence[Microbatch]],
     rules: MergeRules,
-    previous: Sequence[Microbatch],
+    previous_microbatches: Sequence[Microbatch],
     move_samples: bool,
 ) -> Merged:
     """Concatenate the rounds. `packed_rounds` contains the microbatches of each round, packed separately.
     With `move_samples`, samples may move into the last microbatch of the round before."""
-    line = _Sequence(rules, previous)
+    line = _Sequence(rules, previous_microbatches)
     moved = 0
     for samples, packed in zip(rounds, packed_rounds, strict=True):
         laid = packed
-        if move_samples and len(line.microbatches) > len(previous):
-            chosen = line.best_fill(samples)
+        if move_samples and len(line.microbatches) > len(previous_microbatches):
+            chosen = line.find_best_fill(samples)
             taken = set(chosen)
             rest = _pack_samples([one for one in samples if one not in taken], rules)
             if len(rest) <= len(packed):
@@ -131,34 +137,35 @@ def _concatenate(
                 moved += len(chosen)
                 laid = rest
         line.append_round(laid)
-    return Merged(tuple(line.microbatches[len(previous) :]), moved, sum(map(len, packed_rounds)))
+    return Merged(tuple(line.microbatches[len(previous_microbatches) :]), moved, sum(map(len, packed_rounds)))
 
 
 class _Sequence:
-    """The sequence of microbatches so far, and the position of the last microbatch of each batch."""
+    """A sequence of microbatches that is being built, with the position of each global batch's last
+    microbatch."""
 
-    def __init__(self, rules: MergeRules, previous: Sequence[Microbatch]) -> None:
+    def __init__(self, rules: MergeRules, previous_microbatches: Sequence[Microbatch]) -> None:
         self.rules = rules
         self.microbatches: list[Microbatch] = []
         self.ends: dict[tuple[str, int], int] = {}
-        for microbatch in previous:
+        for microbatch in previous_microbatches:
             self._append_microbatch(microbatch)
 
-    def best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return the samples that fill the last microbatch best, among those that are allowed to run in
-        it."""
+    def find_best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
+        """Return the samples that fill the last microbatch best, chosen among the samples that are allowed to
+        run in it."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _padded_rows(self.microbatches[-1], self.rules.multiple)
         case = _packing_instance(free, self.rules)
-        return [free[index] for index in best_fill(case, range(len(free)), room)]
+        return [free[index] for index in find_best_fill(case, range(len(free)), room)]
 
     def record_batches(self, samples: Sequence[BatchSample]) -> None:
         for one in samples:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def append_round(self, microbatches: Sequence[Microbatch]) -> None:
-        """Append a round. At each position, the first microbatch that may run there is appended, or a no-op
-        if there is none."""
+        """Append the microbatches of a round. Each position gets the first microbatch that is allowed to run
+        there, or a no-op (an empty microbatch) if there is none."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)
@@ -185,8 +192,8 @@ def _pack_samples(samples: Sequence[BatchSample], rules: MergeRules) -> list[Mic
 
 @lru_cache(maxsize=1024)
 def _find_packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing of the samples. Results are cached, since the plans that are compared often contain
-    the same rounds."""
+    """Return a packing of samples into few microbatches. Results are cached, since the plans that are
+    compared often contain the same rounds."""
     return pack_instance(case, leaves_room=True, limits=limits)
 
 
@@ -209,9 +216,9 @@ class JobLengths:
 
     job: str
     mean: float
-    """Average tokens per sample."""
+    """Average number of tokens per sample."""
     tokens: int
-    """Tokens per global batch."""
+    """Number of tokens per global batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +232,7 @@ class Grouping:
     no_ops: int
     """Number of no-ops (empty microbatches) per cycle, in which each group has one round."""
 
-    def why(self, stages: int) -> str:
+    def explanation(self, stages: int) -> str:
         """Return a clause for the user that explains the grouping."""
         return (
             f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
@@ -237,7 +244,8 @@ def earliest_microbatch(last: int, stages: int) -> int:
     """Return the number of the first microbatch in which batch j + 1 of a job may begin if its batch j ends
     in microbatch `last` (the bubble lemma).
 
-    In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
+    The reason is that, in plain 1F1B, the first stage runs the backward of microbatch k right before the
+    forward of microbatch k + `stages`.
     """
     return last + stages
 
@@ -246,8 +254,8 @@ def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
     """Return the number of no-ops (empty microbatches) per cycle, in which each group has one round.
     `microbatches` contains the number of microbatches in a round of each group.
 
-    Between two rounds of a group lie the rounds of all other groups. The bubble lemma requires at least
-    `stages` − 1 microbatches between them.
+    Two consecutive rounds of a group need at least `stages` − 1 microbatches of other groups or no-ops
+    between them, since a job's next batch waits for the backward of its previous one (the bubble lemma).
     """
     between = min((sum(microbatches) - own for own in microbatches), default=stages)
     return max(0, stages - 1 - between)

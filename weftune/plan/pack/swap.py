@@ -1,6 +1,6 @@
 """Improvement of a packing by exchanging samples between bins (microbatches), so that some bins become full
-and others empty. The samples that fill a bin best are found by solving a subset-sum problem, with an integer
-as a bit set."""
+and others empty. The samples that fill a bin best are found by solving a subset-sum problem, in which the
+bits of an integer are the possible sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ REPACKED_BINS = 5
 """Number of bins that are repacked together. Among 3, 4 and 5, this value was best if two or three samples
 fill a bin."""
 KEPT = 0.6
-"""When bins are repacked, a bin is first filled from a random subset with this fraction of the samples."""
+"""Fraction of the samples from which each bin is first filled when bins are repacked at random."""
 LOSS = 0.005
-"""Maximum relative decrease in the sum of squared loads for which repacked bins are accepted."""
+"""Maximum relative decrease in the sum of squared bin loads (tokens per bin) at which randomly repacked bins
+are accepted."""
 
 
 def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
-    """Return the bins after exchanges of samples between pairs of bins. The result never has more bins or,
-    with equally many, more rows in the least full bin.
+    """Return the bins after exchanges of samples between pairs of bins. The result has fewer bins or, if
+    their number stays the same, at most as many rows in the least full bin.
 
     The fuller bin of a pair gets those samples of both bins that fill it best, if it then has more tokens
     than either bin had before. The sum of squared tokens therefore grows with every exchange, and the search
@@ -47,7 +48,7 @@ def repack_randomly(
     for kick in range(1, max_repackings + 1):
         if len(current) <= min_bins:
             break
-        found = _repack_some(case, current, random)
+        found = _repack_some_bins(case, current, random)
         if len(found) < len(current) or kick % 50 == 0:
             found = exchange_samples(case, found, min_bins, max_exchanges)
         current = found
@@ -55,12 +56,12 @@ def repack_randomly(
 
 
 def least_load(case: Instance, bins: Bins) -> int:
-    """Return the rows of the least full bin, including padding."""
+    """Return the number of rows in the least full bin, including padding."""
     return min((case.load(chosen) for chosen in bins), default=0)
 
 
 def least_possible_load(case: Instance, count: int) -> int:
-    """Return the rows of the least full of `count` bins if all other bins are full."""
+    """Return the number of rows in the last of `count` bins if all other bins are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -97,7 +98,7 @@ class _SwapSearch:
             return False
         self.tries -= 1
         case, pool = self.case, self.bins[receiver] + self.bins[donor]
-        chosen = best_fill(case, pool, case.capacity)
+        chosen = find_best_fill(case, pool, case.capacity)
         taken = case.tokens(chosen)
         if taken <= max(bin_tokens[receiver], bin_tokens[donor]):
             return False
@@ -110,13 +111,13 @@ class _SwapSearch:
         return True
 
 
-def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
+def _repack_some_bins(case: Instance, bins: Bins, random: Random) -> Bins:
     """Repack the least full bin and a few others at random, and return all bins. Return the given bins if
     repacking increases their number or lowers the sum of squared tokens too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]
-    after = _repack(case, [index for chosen in before for index in chosen], random)
+    after = _repack_samples(case, [index for chosen in before for index in chosen], random)
     squares, squares_before = (sum(case.tokens(one) ** 2 for one in some) for some in (after, before))
     small_loss = squares >= squares_before * (1 - LOSS)
     if len(after) > len(before) or (len(after) == len(before) and not small_loss):
@@ -124,7 +125,7 @@ def _repack_some(case: Instance, bins: Bins, random: Random) -> Bins:
     return [chosen for number, chosen in enumerate(bins) if number not in opened] + after
 
 
-def _repack(case: Instance, pool: list[int], random: Random) -> Bins:
+def _repack_samples(case: Instance, pool: list[int], random: Random) -> Bins:
     """Return new bins for these samples. Each bin gets the longest remaining sample, then samples of a random
     subset that fill it best, and then any others that fit."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
@@ -132,19 +133,19 @@ def _repack(case: Instance, pool: list[int], random: Random) -> Bins:
     while pool:
         chosen = [pool[0]]
         some = [index for index in pool[1:] if random.random() < KEPT]
-        chosen += best_fill(case, some, case.capacity - case.load(chosen))
-        chosen += best_fill(case, _remove_samples(pool, chosen), case.capacity - case.load(chosen))
+        chosen += find_best_fill(case, some, case.capacity - case.load(chosen))
+        chosen += find_best_fill(case, _remove_samples(pool, chosen), case.capacity - case.load(chosen))
         pool = _remove_samples(pool, chosen)
         bins.append(chosen)
     return bins
 
 
-def _remove_samples(pool: list[int], removed: list[int]) -> list[int]:
-    taken = set(removed)
+def _remove_samples(pool: list[int], removed_samples: list[int]) -> list[int]:
+    taken = set(removed_samples)
     return [index for index in pool if index not in taken]
 
 
-def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
+def find_best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
     """Return the samples of `pool` that fill `free_rows` rows with the most tokens. Among equally good
     choices, longer samples are preferred, because short ones are easier to place later."""
     if len({case.jobs[index] for index in pool}) <= 1:
@@ -154,8 +155,8 @@ def best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[int]:
 
 
 class _Sums:
-    """All sums of tokens, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is set
-    if a subset of the k shortest samples has n tokens in total."""
+    """All total token counts, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is
+    set if a subset of the k shortest samples has n tokens in total."""
 
     def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths
@@ -194,11 +195,11 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
     tokens = np.zeros(units + 1, dtype=np.int64)  # most tokens per number of units, by the jobs so far
     sums, shares = [], []
     for job in sorted(jobs):
-        of_job = _Sums(case, jobs[job], units * case.multiple)
+        job_sums = _Sums(case, jobs[job], units * case.multiple)
         best, share = tokens.copy(), np.zeros(units + 1, dtype=np.int64)
         previous = 0
         for count in range(1, units + 1):
-            added = of_job.largest(count * case.multiple)
+            added = job_sums.largest(count * case.multiple)
             if added == previous:
                 continue
             previous = added
@@ -207,12 +208,12 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
             best[count:][better] = with_job[better]
             share[count:][better] = count
         tokens = best
-        sums.append(of_job)
+        sums.append(job_sums)
         shares.append(share)
     taken: list[int] = []
     remaining_units = int(tokens.argmax())
-    for of_job, share in zip(reversed(sums), reversed(shares), strict=True):
+    for job_sums, share in zip(reversed(sums), reversed(shares), strict=True):
         count = int(share[remaining_units])
-        taken += of_job.find_subset(of_job.largest(count * case.multiple))
+        taken += job_sums.find_subset(job_sums.largest(count * case.multiple))
         remaining_units -= count
     return taken

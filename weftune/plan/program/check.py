@@ -97,8 +97,8 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
 
 
 def _require(condition: bool, sentence: str, *named: object) -> None:
-    """Raise IllegalProgram with a message unless `condition` is true. The message is `sentence` formatted
-    with `named`; it is formatted only on failure, since formatting every action would be slow."""
+    """Raise IllegalProgram unless `condition` is true. The error message is `sentence` formatted with the
+    values in `named`. It is formatted only on failure, since formatting every action would be slow."""
     if not condition:
         raise IllegalProgram(sentence.format(*named))
 
@@ -178,8 +178,8 @@ class _DeviceCheck:
         sample_counts: Sequence[Counter[tuple[str, int]]],
         last_steps: dict[str, int],
     ) -> None:
-        """`share` maps each (job, step) to the number of samples that the device's replica trains, and
-        `sample_counts` to the number that each replica scores."""
+        """Prepare the check of a device. `share` maps each (job, step) to the number of samples that the
+        device's replica trains, and `sample_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.replica = program.replica(device)
@@ -211,7 +211,7 @@ class _DeviceCheck:
             self._inherit(number, one)
 
     def _inherit(self, number: int, progress: Inherited) -> None:
-        """Add the progress that a microbatch has on this device at the start of the window."""
+        """Add a microbatch that the previous window has begun, with its progress on this device."""
         stages = len(self.homes)
         if progress.replica != self.replica:
             return
@@ -227,8 +227,8 @@ class _DeviceCheck:
         self.arrived |= self._arrived_inputs(number, progress)
 
     def _arrived_inputs(self, number: int, progress: Inherited) -> set[Recv]:
-        """Return the Recv that has already brought the input of a microbatch's next pass to this device. The
-        set is empty if there is none."""
+        """Return the Recv with which this device received the input of a microbatch's next pass in the
+        previous window, or an empty set if there was none."""
         arrival = progress.arrival(len(self.homes))
         if arrival is None or arrival[0] not in self.own_stages:
             return set()
@@ -313,13 +313,14 @@ class _DeviceCheck:
         return self.half_counts[kind, number] > 0
 
     def _check_all_halves(self, action: Compute, kind: type[HalfPass], is_overlapped: bool) -> None:
-        """Check that a pass comes after all of its half layers or, if it does not overlap, has none."""
+        """Check that a pass comes after all of its half layers or, if it does not overlap with another pass,
+        that it has no half layers."""
         count = self.half_counts[kind, action.microbatch]
         needed = self.program.half_layers if is_overlapped else 0
         _require(count == needed, "{} comes after {} of {} half layers", action, count, needed)
 
     def _check_step_before(self, action: Forward | ForwardHalf, segment: SegmentPlan) -> None:
-        """Check that the Step before a segment's batch is the last one that its job has executed."""
+        """Check that the last Step of a segment's job is the one before the segment's batch."""
         before = self.stepped.setdefault(segment.job, segment.step - 1)
         _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
 
@@ -470,8 +471,8 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that each microbatch with rows runs on every stage of exactly one replica, in this window or, if
-    it is inherited, in the window before. A window that hands over may leave stages out."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica. If it is inherited,
+    some stages ran in the previous window; if the window hands over, some may be left to the next one."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
@@ -498,8 +499,8 @@ def _check_coverage(program: Program) -> None:
 
 
 def _check_chunks(program: Program) -> None:
-    """Check the order of a sample's chunks: a forward reads the keys and values of earlier chunks, and a
-    backward needs the gradients from later ones."""
+    """Check that the chunks of a sample run in order: a forward reads the keys and values of earlier chunks,
+    and a backward needs the gradients from later ones."""
     for forward_pass, plan in program.forward_passes():
         if plan.chunk is not None:
             alone = sum(len(segment.samples) for segment in plan.segments) == 1
@@ -542,10 +543,11 @@ class _TransportCheck:
 
     The rules are those of the transport (`run/workers/mailbox.py`), with gloo as with NCCL: messages from one
     device to another arrive in the order in which they were sent, a Send lets its device continue, and a Recv
-    waits until its Send has been reached. So a Program hangs if and only if devices wait for one another
-    here. All shards of a device run the same list. Every action starts its sums over shards in a fixed order,
-    and waits at most for sums that it or an earlier action of the list has started. So all shards start the
-    same sums in the same order, also where half layers leave a sum of each of two microbatches under way.
+    waits until its Send has been reached. Therefore, a Program deadlocks in a run if and only if it deadlocks
+    in this check. All shards of a device run the same actions. Every action starts its all-reduces over
+    shards in a fixed order, and waits only for all-reduces that it or an earlier action has started.
+    Therefore all shards start the same all-reduces in the same order, even if those of two microbatches are
+    in progress at once.
     """
 
     def __init__(self, program: Program) -> None:
@@ -556,7 +558,8 @@ class _TransportCheck:
         self.messages = StepMessages(program)
 
     def advance(self) -> bool:
-        """Advance every device as far as possible; return whether any advanced."""
+        """Advance every device to the first action that must wait for another device. Return whether any
+        device advanced."""
         before = list(self.reached)
         for device, actions in enumerate(self.program.devices):
             while self.reached[device] < len(actions) and self._record_action(
@@ -566,8 +569,8 @@ class _TransportCheck:
         return self.reached != before
 
     def describe_circle(self, device: int) -> str:
-        """Return a sentence about a deadlock: at which action `device` waits for which other device, for
-        which device that one waits, and so on, until a device occurs twice or has ended its list."""
+        """Return a sentence about a deadlock: at which action `device` waits for which other device, what
+        that device waits for, and so forth, until a device occurs twice or has no more actions."""
         told, seen = f"device {device} waits forever", {device}
         while True:
             peer = self._awaited_device(device)
@@ -582,7 +585,7 @@ class _TransportCheck:
             device = peer
 
     def _awaited_device(self, device: int) -> int:
-        """Return the device for which `device` waits, or the first one if there are several."""
+        """Return the device that `device` waits for, or the first one if there are several."""
         match self.program.devices[device][self.reached[device]]:
             case Recv() as action:
                 return action.peer
@@ -593,7 +596,8 @@ class _TransportCheck:
                 raise AssertionError(f"{action} waits for no device")
 
     def _record_action(self, device: int, action: Action) -> bool:
-        """Record the messages of an action. Return False if the action still waits for another device."""
+        """Record that an action has run, with the messages that it sends. Return False if it still waits for
+        another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
@@ -621,13 +625,13 @@ class _TransportCheck:
 
 
 HANDED_OUT: dict[Reduced, Reduced] = {"norm": "gradient", "kl": "scores"}
-"""Maps the payload of a Reduce that adds sums of other replicas to the payload of the Reduce with which a
-replica sends its sums."""
+"""Maps the payload of each Reduce that adds the sums of other replicas to the payload of the Reduce that
+sends them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """The fact that a device has reached a Reduce or a Step, which other devices may wait for."""
+    """The message that a device has reached a Reduce or a Step, which other devices may wait for."""
 
     device: int
     action: Reduce | Step

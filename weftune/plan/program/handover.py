@@ -33,13 +33,13 @@ class Unfinished:
     """All microbatches of the unfinished batches. Those that have begun come first, replica by replica, in
     the order in which they began."""
     progress: tuple[Inherited, ...] = ()
-    """Progress of each microbatch in `microbatches`."""
+    """Progress of each unfinished microbatch through the stages."""
     capacity: int = 0
     recompute: Recompute = NOTHING
 
     @property
     def steps(self) -> dict[str, int]:
-        """Return a map from each job to the step of its last unfinished batch."""
+        """Map each job to the step of its last unfinished batch."""
         return {batch.job: batch.step for batch in sorted(self.batches, key=lambda one: one.step)}
 
     def first_step(self, job: str) -> int | None:
@@ -48,7 +48,7 @@ class Unfinished:
 
 
 FINISHED = Unfinished()
-"""The state of a drained pipeline, in which nothing is unfinished."""
+"""The unfinished work of a drained pipeline: none."""
 
 
 def unfinished_work(program: Program) -> Unfinished:

@@ -27,9 +27,9 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Peak number of rows on the device if inputs of stages are offloaded: that many rounds (one global batch of
-every job), and additional microbatches. The peak is in a backward: the device then holds gradients and stage
-inputs, each for a round and one more microbatch, which arrives before another one leaves."""
+"""Rows on the device at the peak if inputs of stages are offloaded, as a number of rounds (one global batch
+of every job) plus a number of microbatches. The peak is in a backward: the device then holds gradients and
+stage inputs, each for a round and one more microbatch, which arrives before another one leaves."""
 BUFFERED = 2
 """Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
@@ -65,7 +65,7 @@ class Layout:
     """Number of copies of all stages, each on its own workers."""
     offloads_optimizer: bool = False
     """Whether master weights and optimizer moments are in host memory and copied to the device only for
-    Steps, while compute copies and gradients of adapters stay on the device."""
+    optimizer steps. Compute copies and gradients of adapters stay on the device."""
     shards: int = 1
     """Number of processes that hold each layer together (tensor parallelism). They run the same actions."""
     is_pipeline: bool = False
@@ -73,8 +73,8 @@ class Layout:
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
     are resident."""
     overlaps: bool = False
-    """Whether two microbatches take turns at half layers, so that the sums over shards of one overlap with
-    the computation of the other."""
+    """Whether two microbatches alternate after every half layer, so that the all-reduces over shards of one
+    overlap with the computation of the other."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
@@ -99,12 +99,13 @@ class Layout:
 
     @property
     def stage_workers(self) -> tuple[int, ...]:
-        """Worker of each stage, in the first replica."""
+        """Index of the worker of each stage, in the first replica."""
         return tuple(stage % self.workers for stage in range(len(self.stages)))
 
     @property
     def may_overlap(self) -> bool:
-        """Whether microbatches can overlap in this layout."""
+        """Whether the all-reduces over shards of one microbatch can overlap with the computation of another
+        in this layout."""
         return self.is_pipeline and self.shards > 1 and len(self.stages) == self.replicas == 1
 
     @property
@@ -134,7 +135,8 @@ def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Lay
 def pipeline_layout(
     layers: Sequence[LayerRange], replicas: int = 1, shards: int = 1, overlaps: bool = False
 ) -> Layout:
-    """Return a pipeline with one resident stage on each worker, or on each team of `shards` workers."""
+    """Return a pipeline with one resident stage on each worker. With `shards` above 1, each stage is divided
+    among that many workers."""
     stages = tuple(StageLayers(one.start, one.stop, is_resident=True) for one in layers)
     slots = (0,) * len(stages)
     return Layout(stages, slots, replicas=replicas, shards=shards, is_pipeline=True, overlaps=overlaps)
@@ -162,7 +164,7 @@ class WorkerLayout:
 
     @property
     def streamed_stages(self) -> tuple[int, ...]:
-        """Stages of this worker that are streamed."""
+        """Indices of the worker's stages that are streamed."""
         return tuple(number for number in self.own_stages if not self.stages[number].is_resident)
 
     @property
@@ -171,7 +173,8 @@ class WorkerLayout:
         return self.streamed_stages[: self.slot_count]
 
     def slot_of_stage(self, stage: int) -> int:
-        """Return the slot of a streamed stage. It is always the same, so the weights keep their address."""
+        """Return the slot of a streamed stage. A stage is always loaded into the same slot, so its weights
+        keep their address."""
         return self.streamed_stages.index(stage) % self.slot_count
 
     def stage_range(self, stage: int) -> LayerRange:
@@ -196,5 +199,6 @@ class WorkerLayout:
 
     @property
     def extra_microbatches_on_device(self) -> int:
-        """Number of microbatches whose rows are on the device at the peak besides `rounds_on_device`."""
+        """Number of microbatches whose rows are on the device at the peak, in addition to those of whole
+        rounds."""
         return OFFLOADED_MICROBATCHES if self.layout.offloads_inputs else 0

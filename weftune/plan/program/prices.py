@@ -7,25 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SUMS_PER_LAYER = 2
-"""Number of sums over shards (all-reduces) in a layer's forward and likewise in its backward: one for
-attention and one for the feed-forward."""
+"""Number of all-reduces over shards in a layer's forward, and also in its backward: one for attention and one
+for the feed-forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class HalfPrice:
-    """Cost of the halves of a layer in a forward or in a backward, for passes that overlap."""
+    """Cost of the two halves of a layer (attention and feed-forward) in a forward or in a backward, for
+    microbatches that overlap."""
 
     attention: float
     """Seconds in which a device computes the attention of one layer."""
     feed_forward: float
     """Seconds in which a device computes the feed-forward of one layer."""
     sum: float
-    """Seconds of the sum over shards after an attention or a feed-forward."""
+    """Seconds of the all-reduce over shards after an attention or a feed-forward."""
     launch: float = 0.0
-    """Seconds in which the host launches the kernels of a half, which is the minimum of its time."""
+    """Seconds that the host takes to launch the kernels of half a layer. Half a layer cannot take less
+    time."""
 
     def seconds(self, index: int) -> float:
-        """Return the seconds of the half layer with this index, without its sum."""
+        """Return the seconds of the half layer with this index, without its all-reduce over shards."""
         return max(self.launch, self.feed_forward if index % 2 else self.attention)
 
     def computed_seconds(self, half_layers: int) -> float:
@@ -50,13 +52,15 @@ class PassPrice:
     working_bytes: int = 0
     """Additional device bytes during the Backward, for recomputed activations."""
     forward_sums: float = 0.0
-    """Seconds of `forward` in which the device waits for sums over shards (all-reduces)."""
+    """Part of the forward's seconds in which the device waits for all-reduces over shards."""
     backward_sums: float = 0.0
-    """Seconds of `backward` in which the device waits for sums over shards (all-reduces)."""
+    """Part of the backward's seconds in which the device waits for all-reduces over shards."""
     forward_half: HalfPrice | None = None
-    """Cost of the half layers of `forward`, if the pass overlaps. None counts them with the Forward."""
+    """Cost of the half layers of the forward, if they alternate with those of another microbatch. If it is
+    None, the cost of the Forward includes them."""
     backward_half: HalfPrice | None = None
-    """Cost of the half layers of `backward`, if the pass overlaps. None counts them with the Backward."""
+    """Cost of the half layers of the backward, if they alternate with those of another microbatch. If it is
+    None, the cost of the Backward includes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,12 @@ class Prices:
     step: float = 0.0
     """Duration of one optimizer step on one device, in seconds."""
     weight_bytes: tuple[int, ...] = ()
-    """Weight bytes of each stage. Empty if the simulation does not count weights."""
+    """Weight bytes of each stage. If it is empty, the simulated memory contains no weights."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
     gradient_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Maps each job to the seconds in which shards sum its gradient on each stage before an optimizer
-    step."""
+    """Maps each job to the seconds, for each stage, of the all-reduce over shards of its gradient before an
+    optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,9 @@ class Link:
     def layer_sum_seconds(
         self, output_bytes: int, tokens: float, shards: int, exchanges_row_maxima: bool = False
     ) -> float:
-        """Return the seconds of a layer's sums over shards in a forward, and likewise in a backward. A layer
-        outputs `output_bytes` bytes per token. If shards exchange maxima of rows, as fp8 needs, each sum has
-        a smaller one before it, to which every shard adds a float32 per token."""
+        """Return the seconds of a layer's all-reduces over shards in a forward, which are those in a
+        backward, too. A layer outputs `output_bytes` bytes per token. If shards exchange the maxima of rows,
+        as fp8 requires, each all-reduce is preceded by a smaller one with a float32 per token."""
         seconds = self.all_reduce_seconds(output_bytes * tokens, shards)
         if exchanges_row_maxima:
             seconds += self.all_reduce_seconds(4 * shards * tokens, shards)
@@ -117,5 +121,5 @@ class PricedCluster:
     root_bandwidths: tuple[float, ...] = (math.inf,)
     """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
     serializes_loads: bool = False
-    """Whether concurrent Loads run one after another instead of sharing the bandwidth equally. The Load that
-    began first is needed first, so a queue does not delay it for a later one."""
+    """Whether concurrent Loads run one after another instead of sharing the bandwidth equally. Since the Load
+    that began first is needed first, it should not be slowed down by later ones."""

@@ -33,7 +33,7 @@ NOTHING = Recompute()
 
 
 class JobStepKey(Protocol):
-    """An object that belongs to one global batch, which its job and its step identify."""
+    """An object that belongs to one global batch, which is identified by the object's job and step."""
 
     @property
     def job(self) -> str: ...
@@ -55,7 +55,7 @@ class PlacedSample:
     group_number: int | None = None
     """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
     chunk_start: int | None = None
-    """Number of the sample's tokens before this chunk. None for a whole sample."""
+    """Number of tokens before this chunk in its sample. None for a whole sample."""
 
     @property
     def sample_offset(self) -> int:
@@ -122,8 +122,8 @@ def cut_sample(sample: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
 
 
 def join_chunks(samples: Iterable[PlacedSample]) -> Iterator[PlacedSample]:
-    """Yield whole samples, given samples and chunks in the order of their offsets. Chunks that leave a gap
-    are joined to several samples."""
+    """Yield samples with their consecutive chunks joined, given samples and chunks in the order of their
+    offsets. If a chunk is missing, the chunks before and after the gap are joined separately."""
     joined: PlacedSample | None = None
     for one in samples:
         if joined is not None and one.chunk_start == joined.length and one.sample_offset == joined.offset:
@@ -184,7 +184,8 @@ class MicrobatchPlan:
 
     segments: tuple[SegmentPlan, ...]
     padded_rows: int = 0
-    """Rows including padding, if CUDA graphs are captured for a few sizes; otherwise 0."""
+    """Number of rows including padding, if microbatches are padded to a few sizes for CUDA graphs; otherwise
+    0."""
 
     @property
     def chunk(self) -> PlacedSample | None:
@@ -274,7 +275,8 @@ class BackwardHalf:
     microbatch: int
     stage: int
     index: int
-    """Index of the half layer in the stage, as in `ForwardHalf`."""
+    """Index of the half layer in the stage. The attention of a layer has an even index and its feed-forward
+    the next odd index."""
 
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
@@ -284,7 +286,7 @@ SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Synchronisation of several devices that train a job together.
+    """Reduction of gradients or scores over several devices that train a job together.
 
     The first two are for the Step after the last Backward of a batch.
 
@@ -327,8 +329,7 @@ Payload = Literal["activation", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Transfer of an activation or gradient to the device `peer`. `stage` is the stage that receives it, as
-    in the matching Recv."""
+    """Transfer of an activation or gradient to the device `peer`, for the stage `stage` on that device."""
 
     microbatch: int
     stage: int
@@ -397,8 +398,8 @@ ForwardOnly = Evaluate | Score
 ForwardPass = Forward | ForwardOnly
 Compute = ForwardPass | Backward
 HalfPass = ForwardHalf | BackwardHalf
-"""A part of a pass in which two microbatches take turns, so that the sums over shards of one overlap with the
-computation of the other."""
+"""Half a layer of a pass. Two microbatches alternate after every half layer, so that the all-reduces over
+shards of one overlap with the computation of the other."""
 Transport = Send | Recv
 Streaming = Load | Evict
 OfJob = Reduce | Step | Save
@@ -422,21 +423,22 @@ class Program:
     inherited: tuple[Inherited, ...] = ()
     """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
     hands_over: bool = False
-    """Whether the window may leave batches unfinished, for the next window. Otherwise it ends drained."""
+    """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
+    at its end."""
     half_layers: int = 0
     """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
     does."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of the only device."""
+        """Actions of the device, in a program for a single device."""
         assert len(self.devices) == 1, f"a program for {len(self.devices)} devices has no single order"
         return self.devices[0]
 
     @property
     def pipelined(self) -> bool:
-        """Whether each of several devices holds a part of every adapter, so that optimizer steps need a
-        Reduce."""
+        """Whether the program runs on several devices that each hold a part of every adapter, so that
+        optimizer steps need a Reduce."""
         return len(self.devices) > 1
 
     @property
@@ -501,7 +503,7 @@ class Program:
 
     @cached_property
     def has_chunks(self) -> bool:
-        """Whether some sample runs in chunks."""
+        """Whether any sample is cut into chunks."""
         return any(microbatch.chunk is not None for microbatch in self.microbatches)
 
     def forward_passes(self) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
@@ -520,7 +522,7 @@ class Program:
                 yield action, self.microbatches[action.microbatch]
 
     def pass_kinds(self) -> dict[int, type[ForwardPass]]:
-        """Return a map from each microbatch to the class of its forward pass."""
+        """Map each microbatch to the class of its forward pass: Forward, Evaluate or Score."""
         return {action.microbatch: type(action) for action, _ in self.forward_passes()}
 
     @cached_property
@@ -528,7 +530,8 @@ class Program:
         return self.pass_kinds()
 
     def kind(self, microbatch: int) -> type[ForwardPass]:
-        """Return the class of a microbatch's forward pass. It is Forward if a later window runs the pass."""
+        """Return the class of a microbatch's forward pass: Forward, Evaluate or Score. It is Forward if the
+        pass is left to a later window."""
         return self._kinds.get(microbatch, Forward)
 
     def shared_count(self) -> int:
@@ -536,7 +539,7 @@ class Program:
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches[len(self.inherited) :])
 
     def without(self, *jobs: str) -> Program:
-        """Return the program without the rows and actions of these jobs."""
+        """Return the program without the rows and actions that belong to these jobs."""
         dead = frozenset(jobs)
         microbatches = tuple(microbatch.without(dead) for microbatch in self.microbatches)
 
@@ -590,4 +593,4 @@ class Program:
 
 
 class IllegalProgram(AssertionError):
-    """Raised for an invalid Program. This is always a bug in Weftune, never a user's mistake."""
+    """Raised for an invalid Program. This is always a bug in Weftune, never an error of the user."""

@@ -2,14 +2,15 @@
 
 Each device has five lanes that overlap: compute, send, receive, load and sum. Actions of the compute, send
 and load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage.
-A Send waits for its pass and for the lanes of both devices. Received data stays in memory until it is used. A
-Load begins once the preceding compute action in the list has begun. A Reduce waits for the Reduce of the next
-device, and a Step for the Step of the previous one. Their messages are small, so they take only the latency
-of the link and occupy no lane. Gradients that replicas exchange take the time of their size, and occupy no
-lane either. Sums over shards (all-reduces) occupy the compute lane: each list of actions stands for all
-shards of its layers, which wait for every sum together. A gradient is summed over shards at its first Reduce,
-or at its Step if there is none. Only the sum that follows a half layer (see `ForwardHalf`) occupies the sum
-lane instead, and the next action of the same microbatch waits for it.
+A Send waits for its pass, for the send lane of its device and for the receive lane of the other. Received
+data stays in memory until it is used. A Load begins once the preceding compute action in the list has begun.
+A Reduce waits for the Reduce of the next device, and a Step for the Step of the previous one. Their messages
+are small, so they take only the latency of the link and occupy no lane. Gradients that replicas exchange take
+the time of their size, and occupy no lane either. Sums over shards (all-reduces) occupy the compute lane:
+each list of actions stands for all shards of its layers, which wait for every sum together. A gradient is
+summed over shards at its first Reduce, or at its Step if there is none. Only the sum that follows a half
+layer (see `ForwardHalf`) occupies the sum lane instead, and the next action of the same microbatch waits for
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from weftune.plan.program.program import (
 )
 
 Arrival = tuple[int, int, str]
-"""Identity of data sent between stages: (microbatch, receiving stage, "activation" or "gradient")."""
+"""Key of data that is sent between stages: (microbatch, receiving stage, "activation" or "gradient")."""
 
 
 class Lane(StrEnum):
@@ -71,7 +72,7 @@ class Span:
 
     def computing_seconds(self, event: Event) -> float:
         """Return the seconds within this span in which the device computes the action of `event`. Waits for
-        sums over shards are assumed to be spread evenly over the event."""
+        all-reduces over shards are assumed to be spread evenly over the event."""
         inside = min(event.stop, self.stop) - max(event.start, self.start)
         if inside <= 0:
             return 0.0
@@ -88,7 +89,7 @@ class Event:
     start: float
     stop: float
     waited: float = 0.0
-    """Seconds of the action in which its device waits for sums over shards."""
+    """Seconds of the action in which its device waits for all-reduces over shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ class Timeline:
 
     @property
     def sum_seconds(self) -> float:
-        """Seconds in which devices wait for sums over shards, summed over all devices of the Program."""
+        """Seconds in which devices wait for all-reduces over shards, summed over all devices of the
+        Program."""
         return sum(event.waited for event in self.events)
 
     def steady_span(self) -> Span:
@@ -208,11 +210,11 @@ class _Lanes:
     results: set[Arrival] = field(default_factory=set)
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
-    """Messages about Reduces and Steps that this device has received from other devices."""
+    """Messages that this device has received about Reduces and Steps of other devices."""
     summed_microbatches: set[int] = field(default_factory=set)
-    """Microbatches whose sum over shards is being computed or waits for an earlier sum."""
+    """Microbatches whose all-reduce over shards is in progress or waits for an earlier one."""
     sums_end: float = 0.0
-    """Time at which all sums over shards that have been started have ended."""
+    """Time in seconds at which all started all-reduces over shards will have ended."""
     waiting_senders: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for this device's receive lane."""
     memory_changes: list[Level] = field(default_factory=list)
@@ -319,7 +321,7 @@ class _Simulation:
         return arrival is None or arrival in lanes.arrived
 
     def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
-        """Return the input that this pass needs from another device, or None."""
+        """Return the key of the input that a pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
         if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
@@ -355,7 +357,7 @@ class _Simulation:
         return 0.0
 
     def _sum_seconds(self, action: Action, device: int) -> float:
-        """Return the seconds of an action in which its device waits for sums over shards."""
+        """Return the seconds of an action in which its device waits for all-reduces over shards."""
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 return self.prices.passes[number][stage].forward_sums - self._sums_of_halves(action)
@@ -369,25 +371,26 @@ class _Simulation:
         return 0.0
 
     def _half_price(self, action: Compute | HalfPass) -> HalfPrice | None:
-        """Return the cost of the half layers of the same pass. None if they have no cost of their own."""
+        """Return the cost of the half layers of an action's forward or backward, or None if the pass does not
+        run in half layers."""
         if action.microbatch not in self.program.overlapped:
             return None
         price = self.prices.passes[action.microbatch][action.stage]
         return price.backward_half if isinstance(action, Backward | BackwardHalf) else price.forward_half
 
     def _sums_of_halves(self, action: Compute) -> float:
-        """Return the seconds of the sums over shards that follow the half layers of a pass."""
+        """Return the seconds of all all-reduces over shards that follow the half layers of a pass."""
         half = self._half_price(action)
         return half.sum * self.program.half_layers if half else 0.0
 
     def _seconds_of_halves(self, action: Compute) -> float:
-        """Return the part of a pass's price, in seconds, that belongs to its half layers and their sums. They
-        end before the action itself begins."""
+        """Return the seconds of a pass's half layers and their all-reduces, which end before the rest of the
+        pass begins."""
         half, count = self._half_price(action), self.program.half_layers
         return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
     def _gradient_seconds(self, job: str, device: int) -> float:
-        """Return the seconds in which shards sum a job's gradient on the stage of a device."""
+        """Return the seconds of the all-reduce over shards of a job's gradient on the stage of a device."""
         by_stage = self.prices.gradient_sums.get(job, ())
         return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
@@ -430,7 +433,7 @@ class _Simulation:
         self._start_lanes(device)
 
     def _begin_sum(self, device: int, action: HalfPass) -> None:
-        """Begin the sum over shards that follows a half layer, once the sum lane is free."""
+        """Begin the all-reduce over shards that follows a half layer, once the device's sum lane is free."""
         lanes, half = self.lanes[device], self._half_price(action)
         if half is None:
             return
@@ -445,7 +448,7 @@ class _Simulation:
         self._start_lanes(device)
 
     def _sent_result(self, action: Compute, device: int) -> Arrival | None:
-        """Return the result that this pass sends to another device, or None."""
+        """Return the key of the result that a pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
         if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:
@@ -536,7 +539,7 @@ class _Simulation:
             self._schedule_end(end, partial(self._end_load, flow, root, flow.version))
 
     def _end_load(self, flow: _Flow, root: int, version: int) -> None:
-        """End a Load, unless its rate has changed since its end was predicted."""
+        """End a simulated Load, unless its rate has changed since its end was predicted."""
         if flow.version != version:
             return
         self.flows[root].remove(flow)

@@ -39,8 +39,8 @@ class DispatchRules:
 
 
 def previous_chunks(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
-    """Return a mapping from each microbatch that is a chunk of a sample to the microbatch of the previous
-    chunk. First chunks are left out. The chunks of a sample must be in order."""
+    """Map each microbatch that is a chunk of a sample, except for first chunks, to the microbatch of the
+    previous chunk. The chunks of a sample must be in order."""
     last: dict[tuple[str, int, int], int] = {}
     before: dict[int, int] = {}
     for number, plan in enumerate(microbatches):
@@ -54,7 +54,7 @@ def previous_chunks(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class PassBegan:
-    """An event: a device has begun a pass."""
+    """The event that a device has begun a pass, in the simulation of a pipeline."""
 
     device: int
     action: Forward | Backward
@@ -62,8 +62,8 @@ class PassBegan:
 
 @dataclass(frozen=True, slots=True)
 class BatchClosed:
-    """An event: a global batch has ended on a stage in all replicas, and its gradients have been
-    exchanged."""
+    """The event that a global batch has ended on a stage in all replicas and its gradients have been
+    exchanged, in the simulation of a pipeline."""
 
     stage: int
     job: str
@@ -85,8 +85,8 @@ class _Device:
 
 
 class Dispatch:
-    """A simulation of all devices, which yields the order of their passes. `launches` contains, for each
-    replica, its microbatches in their preferred order."""
+    """A simulation of all devices of a pipeline, which determines the order of their passes. `launches`
+    contains, for each replica, its microbatches in their preferred order."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Dispatch:
         )
 
     def _next_microbatch(self, device_state: _Device) -> int | None:
-        """Return the first ready microbatch that may start on this device now, or None."""
+        """Return the first ready microbatch whose forward may start on this device now, or None."""
         if device_state.in_flight >= self.rules.max_in_flight[device_state.stage]:
             return None
         if (chunk := device_state.next_chunk) is not None:

@@ -35,9 +35,9 @@ from weftune.plan.program.simulate import Arrival, Lane, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
-"""The forwards and backwards of each device in order, before Steps, Sends and Recvs are inserted."""
+"""Lists of the forwards and backwards of each device in order, without Steps, Sends and Recvs."""
 EVEN = 1e-9
-"""Relative difference below which two times count as equal."""
+"""Relative difference below which two durations count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Work:
 
     @property
     def launches(self) -> list[int]:
-        """Indices of the microbatches that the first stage has not run yet."""
+        """Indices of the microbatches that have not yet started on the first stage."""
         begun = {number for number, one in enumerate(self.inherited) if one.forwards}
         return [number for number in self.filled_microbatches if number not in begun]
 
@@ -84,8 +84,9 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
     """Return a program in the multi-job order for microbatches of which some are chunks of samples.
 
-    All chunks of a sample are in flight on the last stage together. Therefore bytes in flight are limited,
-    not microbatches: to the bytes that each stage keeps in 1F1B with microbatches of `max_rows` rows."""
+    All chunks of a sample are in flight on the last stage together. The limit on microbatches in flight is
+    therefore replaced by a limit in bytes: the bytes that each stage keeps in 1F1B with microbatches of
+    `max_rows` rows."""
     rules, numbers = multi_job_rules(stages), work.filled_microbatches
     max_bytes = tuple(
         count
@@ -137,8 +138,8 @@ def alternating_passes(work: Work, stages: int) -> Passes:
 
 
 def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
-    """Return the multi-job order of mLoRA: the first device prefers forwards, all others prefer backwards,
-    with as many microbatches in flight as in 1F1B.
+    """Return the passes in the multi-job order of mLoRA. The first device prefers forwards and all others
+    prefer backwards, with as many microbatches in flight as in 1F1B.
 
     While a job waits for its optimizer step, the next ready microbatch of any other job runs. On all stages
     but the last, `spare` additional microbatches may be in flight. With `stages` − 1 of them, transfers that
@@ -217,9 +218,8 @@ def cut_program(program: Program, prices: Prices) -> Program:
                 maker = Forward(number, stage - 1) if payload == "activation" else Backward(number, stage + 1)
                 return maker in kept
             case Recv(number, stage, payload):
-                return (
-                    Forward(number, stage) if payload == "activation" else Backward(number, stage)
-                ) in kept
+                reader = Forward(number, stage) if payload == "activation" else Backward(number, stage)
+                return reader in kept
             case _:
                 return action in kept
 
@@ -344,9 +344,9 @@ def insert_transfers(
     stage_devices: Sequence[int],
     arrived: Collection[Arrival] = (),
 ) -> Iterable[Action]:
-    """Yield the actions with a Recv before each pass whose input comes from another device, and a Send
-    after each pass whose output goes to another device. Inputs in `arrived` were received in the previous
-    window."""
+    """Yield the actions with a Recv before each pass whose input comes from another device, and a Send after
+    each pass whose output goes to another device. Inputs in `arrived` get no Recv, since they were received
+    in the previous window."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
@@ -373,7 +373,7 @@ def insert_transfers(
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket: microbatches of equal cost, and the cost of each of them on every stage."""
+    """A bucket: microbatches of equal cost, with the cost of one of them on every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
@@ -393,7 +393,7 @@ class PipelineTemplate:
     order: tuple[int, ...]
     """Indices of the queues in the order in which they run."""
     violations: tuple[str, ...]
-    """Sentences, each about a premise of the template order that does not hold. If all hold, the last stage
+    """Sentences about the premises of the template order that do not hold. If there are none, the last stage
     never waits."""
 
 
@@ -414,8 +414,8 @@ def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int]
 
 
 def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
-    """Return the template order of MuxTune for microbatches of unequal cost, which are already sorted by
-    bucket, the slowest bucket first."""
+    """Return the passes in the template order of MuxTune, for microbatches of unequal cost that are already
+    sorted by bucket, the slowest bucket first."""
     return _dispatch(work, work.filled_microbatches, prices, max_bytes).run()
 
 

@@ -1,8 +1,9 @@
-"""Microbatches that overlap inside a stage of shards, as in Algorithm 1 of MuxTune.
+"""Overlap of the all-reduces of one microbatch with the computation of another, in a stage that is divided
+into shards (Algorithm 1 of MuxTune).
 
-Shards sum the output of every half layer, which is an attention or a feed-forward. Two neighbouring
-microbatches take turns at half layers, so that the sum of one is under way while the other is computed. Each
-microbatch still consists of its own jobs, whose adapters run together.
+The output of every half layer, which is an attention or a feed-forward, is summed over the shards. Two
+neighbouring microbatches alternate after every half layer, so that the all-reduce of one runs while the other
+is computed. The jobs of each microbatch do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two neighbouring microbatches in a list of actions."""
+    """Two neighbouring microbatches whose passes are made to overlap in a device's list of actions."""
 
     first: int
     second: int
@@ -34,9 +35,9 @@ class _Pair:
 
 
 def overlap_microbatches(program: Program, layers: int) -> Program:
-    """Return the program of a single stage of `layers` layers with pairs of neighbouring microbatches that
-    overlap. Two neighbours do not overlap if one needs an optimizer step that follows the other, or if one is
-    a chunk of a sample."""
+    """Return the program of a single stage of `layers` layers, changed so that pairs of neighbouring
+    microbatches overlap. Two neighbours do not overlap if one needs an optimizer step that follows the other,
+    or if one is a chunk of a sample."""
     half_layers = 2 * layers
     actions, overlapped, index = program.actions, [], 0
     while index < len(actions):

@@ -36,7 +36,7 @@ WINDOW_SECONDS = 10.0
 ROW_FLOPS = 4
 """FLOPs per parameter and row: two for the forward and two for the backward."""
 DRAWS = 4
-"""Number of simulations per window, each with randomly drawn pass times."""
+"""Number of simulations per window in which the times of passes vary as measured."""
 BACKWARD_GUESS = 1.5
 """Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
 
@@ -63,7 +63,8 @@ class MeasuredPass:
 
 
 def fit_line(passes: Sequence[MeasuredPass]) -> Line:
-    """Return a line fitted by least squares, whose offset and slope are not negative."""
+    """Return the duration of passes as a linear function of their rows, fitted by least squares. Neither
+    offset nor slope is negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)
     through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))
@@ -76,8 +77,8 @@ def fit_line(passes: Sequence[MeasuredPass]) -> Line:
 
 
 def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
-    """Return the pace of each stage, measured from simulated instead of real passes. Every device must have
-    one stage."""
+    """Return the pace of each stage, computed from simulated instead of measured passes. Every device must
+    have one stage."""
 
     def line(stage: int, kind: type[Forward] | type[Backward]) -> Line:
         return fit_line(
@@ -94,8 +95,8 @@ def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ..
 
 
 def guess_pace(layers: int) -> StagePace:
-    """Return a pace that is proportional to the number of layers, for use before anything is measured. Its
-    times have an arbitrary unit."""
+    """Return the guessed pace of a stage with this number of layers, for use before anything is measured.
+    Times are proportional to the layers and have no unit."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
@@ -165,10 +166,10 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
 
 
 def _time_factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """Return an endless iterator over the measured factors of pass times, in order.
+    """Return an endless iterator over the measured ratios of actual to predicted pass times, in order.
 
-    It starts at `moment`, a fraction of the number of factors. All stages should use the same one, since slow
-    passes occur in a row and often on several stages at once."""
+    It starts at the position `moment`, from 0 to 1, in `spread`. All stages should use the same `moment`,
+    since slow passes occur in a row and often on several stages at once."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))
@@ -177,7 +178,8 @@ def _time_factors(spread: Sequence[float], moment: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class WindowPace:
-    """Predicted time of a round (one global batch of every job). Both numbers are 0 if nothing is known."""
+    """Predicted speed of windows: the seconds per row, and the minimum seconds per round (one global batch of
+    every job). Both are 0 if nothing is known."""
 
     row_seconds: float = 0.0
     """Seconds per trained row."""
@@ -186,9 +188,9 @@ class WindowPace:
 
 
 def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Return the jobs' windows, shortened to the number of rounds that is predicted to fit in
-    `WINDOW_SECONDS`, but at least one. Samples to be scored are limited in the same way, and the samples of
-    the first jobs are kept."""
+    """Return the jobs' windows, shortened to as many rounds as are predicted to fit in `WINDOW_SECONDS`, but
+    at least one. The samples to be scored are limited in the same way, where jobs that come first take
+    precedence."""
     rounds, scored_rows = count_fitting_rounds(windows, pace), 0.0
     max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
     cut = []
@@ -204,7 +206,8 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
 
 
 def count_fitting_rounds(windows: Sequence[JobWindow], pace: WindowPace) -> int:
-    """Return how many rounds are predicted to fit in `WINDOW_SECONDS`, but at least 1."""
+    """Return the number of rounds (one global batch of every job) that are predicted to fit in a window, but
+    at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
@@ -222,8 +225,8 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
-    """Return the predicted pace before the run has measured anything. It comes from a profile, for passes of
-    `max_tokens` tokens, or else from the data sheet of the device."""
+    """Return the speed of windows that is predicted before the run has measured anything. It comes from a
+    profile, for passes of `max_tokens` tokens, or else from the data sheet of the device."""
     if cost.measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
@@ -234,7 +237,7 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
 
 
 def pace_from_data_sheet(shape: ModelShape, flops: float) -> WindowPace:
-    """Return the predicted pace of devices that together reach `flops` FLOP/s."""
+    """Return the predicted speed of windows on devices that together reach `flops` FLOP/s."""
     return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 
 
@@ -249,7 +252,7 @@ def data_sheet_link() -> Link | None:
 
 
 def data_sheet_device_speed(on_gpu: bool) -> Speed | None:
-    """Return the speed of this machine's devices from their data sheet. None if no data sheet is known."""
+    """Return the speed of this machine's devices from their data sheet, or None if no data sheet is known."""
     try:
         sheet = detect_cluster().devices[0]
     except PlanError:

@@ -59,10 +59,9 @@ SPLITS, FINER_SPLITS = (1, 2, 3, 4), (6, 8, 12, 16)
 """Factors by which the capacity is divided to get smaller microbatches, which may fill the pipeline better.
 Finer splits are tried only after passes have been measured."""
 PATIENT_SPLITS = 2
-"""Maximum number of consecutive microbatch sizes without improvement. After that, no smaller sizes are
-tried."""
+"""Number of consecutive microbatch sizes without improvement after which no smaller sizes are tried."""
 GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of groups of jobs that are tried."""
+"""Numbers of groups into which the planner of a pipeline tries to divide the jobs."""
 MAX_SEARCH_MICROBATCHES = 2000
 """Limit on the search for divisions into groups: it ends when the simulated programs have this many
 microbatches in total. The search is limited by a count, not by a clock, so that plans can be repeated."""
@@ -81,33 +80,34 @@ class PipelineOrder(StrEnum):
 
 
 CUT_ORDERS = PipelineOrder.multi_job, PipelineOrder.alternating
-"""Orders in which a window may begin with microbatches in flight and leave some in flight at its end."""
+"""Orders of passes in which a window can begin and end with microbatches in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """Inputs of `plan_pipeline` besides the jobs."""
+    """Rules for planning a window of a pipeline: capacity, speeds of the stages, order of passes, and
+    limits."""
 
     capacity: int
     paces: tuple[StagePace, ...]
-    """Pace of each stage."""
+    """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
     """Order of the pipeline. None selects the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
     spare_microbatches: int = 0
-    """Additional microbatches in flight, compared with 1F1B, on all stages but the last. They hide slow links
-    and varying pass times."""
+    """Number of microbatches in flight in addition to those of 1F1B, on all stages but the last. They reduce
+    waits if links are slow or pass times vary."""
     replicas: int = 1
     """Number of copies of all stages, among which every batch is divided. Several replicas always run in the
     multi-job order, since no other order is predicted for all replicas together."""
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     overlapped_layers: int = 0
-    """Number of layers of the only stage if its microbatches overlap, which is possible on shards. 0 if they
-    do not."""
+    """Number of layers of the single stage if all-reduces over shards overlap with computation. 0 if they do
+    not."""
     min_rows: int = 0
-    """Minimum microbatch size, in rows, that the planner tries. A quarter of the capacity is used instead if
-    it is smaller, or if this is 0."""
+    """Minimum microbatch size that the planner tries, in rows. Sizes down to a quarter of the capacity are
+    always tried, and no smaller ones if the value is 0."""
 
     searches_groups: bool = True
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
@@ -185,8 +185,8 @@ def plan_pipeline(
 def _may_hand_over(
     parts: Sequence[Sequence[GlobalBatch]], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> bool:
-    """Return whether the window may leave batches unfinished: new batches begin, in an order that can be cut,
-    and nothing at the end of the window needs their results."""
+    """Return whether the window may leave batches unfinished. It may if new batches begin, their order of
+    passes allows it, and nothing at the end of the window needs their results."""
     if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS):
         return False
     by_job = {window.job: window for window in windows}
@@ -195,8 +195,8 @@ def _may_hand_over(
 
 def _window_batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
     """Return the batches of the window in the order of rounds, up to and including the first round in which a
-    job evaluates. A new part begins at every round with mismatched samples (for a KL term), because these are
-    scored with the weights after the previous round."""
+    job evaluates. The result is a list of parts. A new part begins at every round with mismatched samples
+    (for a KL term), because these are scored with the weights after the previous round."""
     found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
@@ -244,8 +244,8 @@ def _plan_whole(
     hands_over: bool = False,
 ) -> Timed:
     """Return the program without chunks that is fastest in the simulator, among several sizes of
-    microbatches, divisions of the jobs into groups, and orders of passes. Inherited microbatches are not
-    changed."""
+    microbatches, divisions of the jobs into groups, and orders of passes. Microbatches that the previous
+    window left unfinished are not changed."""
     search = _WindowSearch(batches, [window.job for window in windows], rules, inherited, hands_over)
     size = search.choose_size()
     if rules.searches_groups and rules.stages > 1 and rules.replicas == 1 and rules.order is None and batches:
@@ -277,7 +277,8 @@ class _WindowSearch:
         return self._best
 
     def choose_size(self) -> int:
-        """Find the best size of microbatches for groups that are chosen by a formula, and return it."""
+        """Return the best size of microbatches, found by simulation for groups of jobs that a formula has
+        chosen."""
         best_size, unimproved = self.rules.capacity, 0
         for size in self._candidate_sizes():
             groups = group_jobs(self.lengths, size, self.rules.batch_distance).groups if self.batches else ()
@@ -290,7 +291,8 @@ class _WindowSearch:
         return best_size
 
     def choose_groups(self, size: int) -> None:
-        """Try other numbers of groups. Either the rounds or the microbatches of groups alternate."""
+        """Try plans with other numbers of groups of jobs, in which either whole rounds or single microbatches
+        of the groups alternate."""
         for count in GROUP_COUNTS:
             if count > len(self.lengths) or self.microbatches > MAX_SEARCH_MICROBATCHES:
                 break
@@ -314,7 +316,8 @@ class _WindowSearch:
         yield from dict.fromkeys(max(longest, rows) for rows in tried)
 
     def _fastest_in_any_order(self, groups: Groups, size: int) -> Timed:
-        """Return the fastest program for these groups, in any order of groups and of passes."""
+        """Return the fastest program for these groups of jobs, among all orders of the groups and of the
+        passes."""
         orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
         all_turns = order_turns(groups, self.batches, self.inherited)
         if self.rules.replicas > 1:
@@ -359,7 +362,7 @@ class _WindowSearch:
         return Timed(program, window_seconds(program, prices))
 
     def _keep_if_faster(self, found: Timed) -> bool:
-        """Keep a program if it is faster than the best one so far, and return whether it is."""
+        """Record a program as the best one if it is faster than all others so far. Return whether it is."""
         is_faster = self._best is None or found.seconds < self._best.seconds
         if is_faster:
             self._best = found
@@ -404,8 +407,8 @@ def _choose_chunk_rows(
 
 
 def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[GlobalBatch]], Timed]) -> float:
-    """Return the simulated seconds that one additional round of these batches adds to a window. The time in
-    which the pipeline fills and drains counts only if every round repeats it, as with a single job."""
+    """Return the simulated seconds that one additional round of these batches adds to a window. The time to
+    fill and drain the pipeline is included only if every round repeats it, as with a single job."""
     again = [replace(batch, step=batch.step + 1) for batch in batches]
     return plan([*batches, *again]).seconds - plan(batches).seconds
 
@@ -423,8 +426,8 @@ def _plan_cut(
 
 
 def window_seconds(program: Program, prices: Prices) -> float:
-    """Return the simulated seconds of a window. If the window hands over, the passes that it leaves to the
-    next window are included, as if no device waited during them."""
+    """Return the simulated seconds of a window. If the window leaves passes to the next window, their time is
+    included under the assumption that no device waits during them."""
     timeline = simulate(program, prices, PricedCluster(len(program.devices)))
     if not program.hands_over:
         return timeline.makespan
@@ -440,15 +443,15 @@ def window_seconds(program: Program, prices: Prices) -> float:
 def choose_groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return the groups of jobs whose rounds alternate, as the formula of `group_jobs` divides them."""
+    """Return the groups of jobs whose rounds alternate, divided by a formula and not by simulation."""
     return group_jobs(_job_lengths(batches, jobs, rules), capacity, rules.batch_distance).groups
 
 
 def _job_lengths(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], rules: PipelineRules
 ) -> list[JobLengths]:
-    """Return the sample lengths by which jobs are divided into groups. They are taken from the part of each
-    job's first batch that one replica trains."""
+    """Return the sample lengths of each job, for dividing jobs into groups. They are taken from the part of
+    each job's first batch that one replica trains."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -462,8 +465,8 @@ def _job_lengths(
 
 
 def mix_groups(work: Work, groups: Groups) -> Work:
-    """Return the work with the microbatches of all groups mixed evenly, instead of whole rounds that
-    alternate. No microbatch may have samples of two groups."""
+    """Return the work with the microbatches of all groups of jobs mixed evenly, instead of alternating whole
+    rounds. No microbatch may have samples of two groups."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     begun = len(work.inherited)
     lists: list[list[int]] = [[] for _ in groups]
@@ -484,9 +487,9 @@ def mix_groups(work: Work, groups: Groups) -> Work:
 def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
     """Return one or two orders of groups of jobs for the next rounds.
 
-    In the first, groups with unfinished batches come last, in the order of their last microbatches. The
-    second exists if batches are inherited: it has the same number of groups, formed from jobs that may begin
-    at about the same time."""
+    In the first order, groups with unfinished batches come last, in the order of their last microbatches. The
+    second is returned only if batches are inherited. It has the same number of groups, but each of jobs that
+    may begin at about the same time."""
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
     if last and len(groups) > 1:

@@ -44,8 +44,8 @@ def distribute_samples(
 
 
 def _assign_to_replicas(sizes: Sequence[int], totals: list[int]) -> list[int]:
-    """Return the replica of each item, and add the sizes to the replicas' `totals` in place. The largest
-    items are assigned first, each to the replica with the smallest total."""
+    """Return the replica to which each item is assigned, and add the sizes to the replicas' `totals` in
+    place. The largest items are assigned first, each to the replica with the smallest total."""
     home = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         home[index] = totals.index(min(totals))
@@ -98,8 +98,8 @@ def order_replicas(
 
 
 class _StepInserter:
-    """Inserts Reduces and Steps between the passes of all devices, in the order of simulated events. No
-    deadlock is possible, since everything that an action waits for precedes it in the log."""
+    """Inserts Reduces and Steps between the passes of all devices, in the order of simulated events.
+    Deadlocks are impossible, since everything that an action waits for comes earlier in this order."""
 
     def __init__(self, work: Work, stages: int) -> None:
         self.work, self.microbatches, self.stages = work, work.microbatches, stages

@@ -47,9 +47,10 @@ class JobWindow:
     begins_run: bool = False
     """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
     scored: tuple[PlacedSample, ...] = ()
-    """Samples whose log-probabilities are computed at the job's current step, before any batch."""
+    """Samples whose log-probabilities are computed with the job's current weights, before any batch."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Samples whose log-probabilities are computed before each evaluation, for the KL term of its loss."""
+    """Mismatched samples, whose log-probabilities are computed before each evaluation, for the KL term of the
+    evaluated loss."""
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether the job's held-out samples are evaluated after this step."""
@@ -72,8 +73,8 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a window. Its parts, as indices of microbatches, run in the order of the fields. `trained`
-    has one global batch of every job that still has one."""
+    """A round of a window: one global batch of every job that still has one, with scoring, evaluations and
+    saves. The fields contain indices of microbatches and are in the order in which these run."""
 
     scored: tuple[int, ...]
     trained: tuple[TrainedMicrobatch, ...]
@@ -83,7 +84,8 @@ class Round:
 
 
 ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
-"""A kind of pass without backward, and the microbatches that run through all stages together."""
+"""Microbatches that run through all stages together in passes without backward, preceded by the class of
+these passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class _RoundRuns:
 
 
 class _LaidRounds:
-    """The rounds of a window, packed into microbatches, independent of the order in which devices run them.
+    """The rounds of a window, packed into microbatches, before the order on each device is chosen.
 
     With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
     several `groups`, only jobs of the same group share microbatches, and the optimizer steps of a group
@@ -127,7 +129,7 @@ class _LaidRounds:
         step: dict[str, int],
         scored_segments: Sequence[SegmentPlan] = (),
     ) -> None:
-        """Add a round with these batches. `step` maps each job to its step after the round."""
+        """Add a round with these batches to the window. `step` maps each job to its step after the round."""
         scored = self._add_packed(scored_segments)
         trained = self._add_training(batches)
         evaluating = [one for one in windows if one.evaluates_at(step[one.job])]
@@ -247,8 +249,8 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum number of rows of simultaneous passes without backward, chosen so that inputs of
-    stages need no more memory than in training."""
+    """Return the maximum number of rows that are evaluated or scored together, stage by stage. It is chosen
+    so that inputs of stages need no more memory than in training."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
         for each in laid_rounds.rounds
@@ -289,7 +291,8 @@ def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int)
 def _list_actions(
     laid_rounds: _LaidRounds, runs: Sequence[_RoundRuns], part: WorkerLayout
 ) -> tuple[Action, ...]:
-    """Return the actions of one worker. `runs` contains the passes without backward of each round."""
+    """Return the actions of one worker in order. `runs` contains the passes without backward of each
+    round."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid_rounds.rounds, runs, strict=True)]
     moved = slot_moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
@@ -348,8 +351,8 @@ def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Acti
 
 
 def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step as late as possible, since it waits for the decision of the first
-    worker."""
+    """Yield the actions with each Step moved as late as possible, since a Step waits for the decision of the
+    first worker."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:

@@ -17,8 +17,8 @@ from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """Optional mechanisms of the planner. Each can be disabled to compare plans; none changes the results of
-    training."""
+    """Optional mechanisms of planning windows, such as cutting long samples into chunks. Each can be disabled
+    to compare plans; none changes the results of training."""
 
     order: PipelineOrder | None = None
     """Schedule of a pipeline. None selects the one that is fastest in the simulator."""
@@ -43,10 +43,10 @@ ALL_MECHANISMS = Mechanisms()
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """Options of a pipeline in which several microbatches are in flight."""
+    """Options for planning a pipeline, in which several microbatches are in flight."""
 
     paces: tuple[StagePace, ...]
-    """Speed of each stage."""
+    """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
     """Schedule of the pipeline. None selects the one that is fastest in the simulator."""
     spare_microbatches: int = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weftune.plan.layout.mapping import Topology, cross_order
+from weftune.plan.layout.mapping import Topology, least_contention_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
@@ -32,7 +32,7 @@ def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
         return tuple(range(len(roots)))
     grouped = [number for name in names for number, root in enumerate(roots) if root == name]
     topology = Topology(tuple(known.count(name) for name in names))
-    return tuple(grouped[place] for place in cross_order(topology, STAGES * len(roots)))
+    return tuple(grouped[place] for place in least_contention_order(topology, STAGES * len(roots)))
 
 
 def find_root_complex(address: str, devices: Path = PCI) -> str | None:

@@ -16,9 +16,9 @@ from weftune.core.bounds import format_value
 from weftune.data.spec import EXACT_MATCH
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.keys import SECTIONS, nearest_word
-from weftune.jobs.spec.layer import layer_from_keywords
+from weftune.jobs.spec.layer import keys_from_keywords
 from weftune.jobs.spec.spec import JobSpec
-from weftune.jobs.sweeps.read import expand_sweep, trial_layer
+from weftune.jobs.sweeps.read import expand_sweep, trial_keys
 from weftune.jobs.sweeps.spec import MAX_TRIALS, leaf_values, location_of
 from weftune.objectives.spec import OBJECTIVES
 from weftune.service.api.errors import ApiError, invalid_request
@@ -135,14 +135,14 @@ def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
             param="weftune.sweep",
             code="invalid_value",
         )
-    keys = layer_from_keywords({**submission.job, "name": submission.suffix or SWEEP_NAME})
+    keys = keys_from_keywords({**submission.job, "name": submission.suffix or SWEEP_NAME})
     sweep, _, mistakes = expand_sweep(keys, Path())
     if sweep is None:
         raise _translate_mistake(mistakes[0], body)
     trials = []
     for trial in sweep.trials:
         id = new_id("ftjob")
-        job = {**trial_layer(sweep, trial).values, "name": id}
+        job = {**trial_keys(sweep, trial).values, "name": id}
         trials.append(
             replace(
                 submission,
