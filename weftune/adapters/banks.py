@@ -35,7 +35,8 @@ from weftune.ops.lora.tiled import OP
 from weftune.ops.site import GatheredRows
 
 SLOTS = 64
-"""Initial number of jobs for which the kernels' tables have room. It is doubled when it is exceeded."""
+"""Initial number of jobs for which the kernels' tables have room. The tables are doubled when more jobs are
+attached."""
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ class AttachedJob:
     gathers_rows: bool
     """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
     tiled_linears: bool
-    """Whether these kernels compute the adapter at all linears. It may have other parts, such as virtual
-    tokens."""
+    """Whether the kernels of the tiled route compute the job's adapter at all linears. Parts of the adapter
+    outside linears, such as virtual tokens, do not matter."""
     rows_before: Tensor | None
     """Virtual-token embeddings that the job inserts before every sample, [rows, D]. None if it has none."""
     prefix_sites: Mapping[int, str]
@@ -300,8 +301,9 @@ class Banks:
     # -- passes ------------------------------------------------------------------------------------------
 
     def limits(self) -> tuple[object, ...]:
-        """Return the properties of the attached jobs on which a CUDA graph depends: the size of the kernels'
-        tables, ranks, and whether there is dropout."""
+        """Return the properties of the attached jobs on which a CUDA graph depends, such as the size of the
+        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while they
+        are equal."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:

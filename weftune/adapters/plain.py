@@ -81,8 +81,8 @@ class JobAt:
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, which is computed once from the frozen weight of the linear and then
-        cached."""
+        """Return the result of `make`, a function of the linear's frozen weight. It is called once, and its
+        result is cached under `name`."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]

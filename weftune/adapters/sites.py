@@ -257,7 +257,8 @@ def site_groups(
 
 
 def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
-    """Return the weights of the modules, stacked. With several modules, each keeps a view of the stack."""
+    """Return the stacked weights of the modules. If there are several, each module's weight becomes a view of
+    the stack."""
     biases = [cast(Tensor | None, module.bias) for module in modules]
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"

@@ -56,8 +56,8 @@ class TiledBank:
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits for which kernels are launched, such as the rank, to include a job. Limits only
-        grow, so that detaching a job does not invalidate a CUDA graph. But large ranks count only while a job
-        has one: there are two limits, and graphs of both are kept."""
+        grow, so that detaching a job does not invalidate a CUDA graph. Only the limit of the rank drops again
+        when the last job with a large rank is detached."""
         before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
@@ -86,7 +86,7 @@ class TiledBank:
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
-        """Flags that say which tables exist in addition to the table of A and B."""
+        """Flags that say which tables, such as those of scales, exist in addition to the table of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
@@ -119,7 +119,8 @@ class TiledBank:
             )
 
     def limits(self) -> tuple[object, ...]:
-        """Return the values for which kernels are compiled and launched: equal limits mean equal launches."""
+        """Return the values for which kernels are compiled and launched, such as the largest rank. A CUDA
+        graph can be replayed while they are equal."""
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:

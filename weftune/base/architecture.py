@@ -60,7 +60,8 @@ class _Parts:
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     embedding_projections: tuple[SiteShape, ...] = ()
-    """Sites outside the layers. In the order of sites, they come first."""
+    """Sites (adaptable linears) next to the embedding, outside the layers. They come first in the order of
+    sites."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -151,7 +152,8 @@ def refuse_repeated_heads(quantisation: Quantised | None, key_heads: int, name: 
 
 
 def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
-    """Return whether `refuse_shards` accepts this number of shards."""
+    """Return whether the layers of a base with this config.json can be divided into `shards` shards (tensor
+    parallelism)."""
     try:
         refuse_shards(spec, config, shards)
     except BaseModelError:

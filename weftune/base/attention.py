@@ -1,4 +1,5 @@
-"""The attention of packed samples: every row attends to itself and the earlier rows of its own sample only.
+"""The attention of packed samples, in which every row attends only to itself and to earlier rows of its own
+sample.
 
 Transformers calls `attend` in place of its own attention, with the samples' boundaries as one keyword. Prefix
 keys are trained keys and values that an adapter (prefix tuning) puts before every sample of its job.
@@ -42,7 +43,8 @@ class Pack:
     has_equal_lengths: bool = False
     """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
     is_separated: bool = False
-    """Whether samples are so long that one kernel per sample is faster than one for all samples."""
+    """Whether samples are so long that attention is faster with one kernel launch per sample than with one
+    for all samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
     """Prefix keys and values that adapters put before the samples. None if no job has any."""
     cache: KeyValueCache | None = None
@@ -251,8 +253,8 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """An autograd function that returns the given tensors, and copies of the rows of samples that have prefix
-    keys.
+    """An autograd function that returns its input tensors unchanged, together with copies of the rows of
+    samples that have prefix keys.
 
     `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
     therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size

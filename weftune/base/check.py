@@ -46,8 +46,8 @@ that attend to another sample, or have a wrong position, exceed this limit by fa
 of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""Largest sliding window of a known family, in tokens, that the check at load covers. Tests cover longer
-ones."""
+"""Largest sliding window, in tokens, that the check at load covers for a known model family. Longer windows
+are covered by tests only."""
 MAX_WINDOW = 8192
 
 

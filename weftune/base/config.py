@@ -96,8 +96,8 @@ def refuse_missing_base(spec: BaseSpec) -> None:
 
 
 def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
-    """Return the newest folder into which a file was converted. Raise BaseModelError if there is none, since
-    a conversion needs torch."""
+    """Return the newest cached folder into which the base's GGUF file was converted. Raise BaseModelError if
+    there is none: a conversion needs torch, which this module does not import."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]

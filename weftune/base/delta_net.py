@@ -97,8 +97,9 @@ class PackedDeltaNet:
         lengths: Sequence[int],
         states: Sequence[dict[int, tuple[Tensor, Tensor]]],
     ) -> Tensor:
-        """Continue every sample from the state of its previous pass, return the outputs, and replace the
-        state, which consists of the last inputs of the convolution and the matrix of the recurrence."""
+        """Return the outputs of samples whose earlier rows were computed in previous passes. Every sample
+        continues from its cached state, the last inputs of the convolution and the matrix of the recurrence,
+        which is then replaced."""
         module, found = self._module, []
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):
@@ -168,7 +169,8 @@ def summations_not_supported() -> AbstractContextManager[object]:
 
 
 def have_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of samples, grouped by number of chunks, so that batches need no extra padding."""
+    """Return the indices of samples, grouped by their number of chunks: samples of one group can be a batch
+    without more padding than each needs alone."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

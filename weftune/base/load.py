@@ -59,7 +59,7 @@ READ_ERRORS = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
     ImportError, SafetensorError,
 )  # fmt: skip
-"""Exceptions that transformers may raise if a file holds unexpected values."""
+"""Exceptions that transformers may raise if a file of a base has unexpected values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ def demo_file() -> Path:
 
 @contextmanager
 def wrap_load_errors(spec: BaseSpec) -> Iterator[None]:
-    """Turn exceptions that transformers raises while reading a base into one BaseModelError."""
+    """Within the context, replace exceptions that transformers raises while it reads a base by a
+    BaseModelError."""
     try:
         yield
     except UserError:
@@ -275,8 +276,8 @@ def load_config(spec: BaseSpec, location: str) -> BaseConfig:
 
 
 def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
-    """Change the positions in a config as the spec requests. Transformers computes the frequencies, and the
-    factor of cosines and sines, from the config."""
+    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these,
+    transformers computes the frequencies and the factor of cosines and sines."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
         raise no_rope(config.model_type, spec)
     for key, value in scaled_rope_values(config.to_dict(), spec).items():

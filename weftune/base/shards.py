@@ -72,7 +72,8 @@ def _read_no_weight(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """A record of how a model is cut to one shard (tensor-parallel slice) of some of its layers."""
+    """One shard (tensor-parallel slice) of some layers of a model: the workers that divide the layers, and
+    the part of each linear that this shard keeps."""
 
     team: ShardTeam
     whole: ModelShape
@@ -163,7 +164,7 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
-    """Raise BaseModelError if the layers of a base cannot be divided into so many shards."""
+    """Raise BaseModelError if the layers of a base cannot be divided into `shards` shards."""
     config = load_config(spec, model_source(spec))
     _refuse_config(config.text, spec.model, shards)
     refuse_repeated_heads(config.quantisation, _read_sizes(config.text).key_heads, spec.model, shards)
@@ -207,7 +208,7 @@ def cut_model(
     kept_layers: Sequence[LayerRange],
     read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
-    """Cut `model` in place to one shard of the stages `kept_layers`, and return a record of the cut. The
+    """Cut `model` in place to one shard of the stages `kept_layers`, and return which parts were kept. The
     model may be without weights."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)

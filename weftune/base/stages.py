@@ -154,7 +154,8 @@ def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module that contains the layers. OPT and text towers have another module around it."""
+    """Return the module of a model whose children are the layers, embedding and final norm. In OPT and in
+    text towers it is nested one level deeper."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

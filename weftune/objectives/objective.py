@@ -19,7 +19,7 @@ from weftune.ops.accumulate import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The inputs that an objective needs in addition to the log-probabilities of its samples."""
+    """The requirements of an objective beyond the log-probabilities of its samples."""
 
     group_size: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
@@ -77,7 +77,7 @@ class SampleScores:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Properties of a whole global batch that are needed to compute the loss of a part of it."""
+    """Properties of a job's whole global batch, which the loss of one of its segments depends on."""
 
     supervised: int
     counts: tuple[int, ...] = ()
@@ -90,7 +90,8 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSums:
-    """The sum of the loss over held-out samples of one microbatch. Reported losses are divided by `count`."""
+    """The sum of a job's loss over its held-out samples in one microbatch. A reported loss is the total of
+    these sums divided by the total of `count`."""
 
     loss: Tensor
     count: int

@@ -24,7 +24,8 @@ STRIDE = 0x9E3779B9
 CHUNK = 1 << 17
 """Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
-"""Maximum number of mask values that numpy draws on a CPU. Torch, too, uses one thread for so few."""
+"""Maximum number of mask values for which numpy is used in place of torch on a CPU. For so few values torch
+would use only one thread, too."""
 
 
 def key(seed: int, step: int, site: str) -> int:

@@ -22,7 +22,7 @@ from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Number of 16-bit values of which a row's width must be a multiple, as grouped matrix products require."""
+"""Divisor that a row's width, in 16-bit values, must have in grouped matrix products."""
 
 
 Tokens = tuple[int, int]
@@ -83,8 +83,8 @@ class Routes:
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the positions of a job's choices in the sorted order, and the number of these choices up to
-        and including each expert's, [E]."""
+        """Return the positions in the sorted order of a job's choices (pairs of a token and one of its
+        experts), and for each expert the number of the job's choices up to and including that expert, [E]."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
@@ -160,8 +160,8 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. If `has_kernel`, one kernel computes all
-    experts."""
+    """Return each row of x times the matrix of its expert. Where `has_kernel` allows it, a single kernel
+    computes all experts."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()

@@ -1,9 +1,9 @@
 """Plain torch as a substitute for kernels that do not compile or launch on the device.
 
-The kernels are tested on one class of GPUs only (`core.device_class`). Triton compiles and loads a kernel at
-its first launch, before it runs. When this fails in an op that launches one kernel, nothing has been written
-yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses them first:
-it launches them once on rows that belong to no job.
+The kernels are tested on GPUs of one compute capability only (`core.device_class`). Triton compiles and loads
+a kernel at its first launch, before it runs. When this fails in an op that launches one kernel, nothing has
+been written yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses
+them first: it launches them once on rows that belong to no job.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class KernelWarning(UserWarning):
 
 
 class KernelsFailed(Exception):
-    """Raised if an op's kernels do not run on the device. The user has been warned; nothing has been
-    written."""
+    """Raised if an op's kernels do not run on the device, after the user has been warned and before any
+    tensor has been written."""
 
 
 _failed: set[str] = set()

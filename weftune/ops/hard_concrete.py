@@ -29,8 +29,8 @@ BITS = 23
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """The values of a difference and the parameters α of its gates. The same class holds the accumulators of
-    their gradients."""
+    """A sparse trained matrix that is added to a frozen weight (the difference) and the parameters α of its
+    gates, or the accumulators of the gradients of both."""
 
     w_NK: Tensor
     alpha_NK: Tensor
@@ -84,7 +84,8 @@ def pruned_values(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Set the difference to `pruned_values`' result, and fix every gate at 1 (for kept elements) or 0."""
+    """Prune the difference in place to its `kept_count` largest elements, as `pruned_values` does. Fix the
+    gates of these elements at 1 and all others at 0."""
     whole = pruned_values(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))

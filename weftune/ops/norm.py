@@ -22,7 +22,8 @@ TILE = 4096
 """Minimum number of values per program. Narrow rows share a program: the norm of attention heads has millions
 of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
-"""Values per thread: two 16-byte accesses per tensor in half precision hide the latency of the row's mean."""
+"""Number of values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of
+the row's mean."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -30,7 +30,8 @@ from weftune.ops.dropout import key
 from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned_values
 
 ALPHA_START = 5.0
-"""Initial value of alpha, as in the paper. Almost all gates are open at first."""
+"""Initial value of the gate parameters α, as in the Diff-Pruning paper, with which almost all gates are
+open."""
 INDICES, VALUES = "diff_indices", "diff_values"
 DELTA = "delta_NK"
 

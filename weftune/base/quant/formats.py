@@ -80,7 +80,7 @@ class Int8:
         return {"weight": codes_NK, "scale": scale_N}
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of the given rows."""
+        """Return the 8-bit codes of some rows of a matrix, and the scale of each row."""
         scale_N = weight_NK.abs().amax(dim=1) / MAX_CODE
         # A row of zeros has the scale 0, and its codes do not matter.
         codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
@@ -248,8 +248,9 @@ def _scale_blocks(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
 
 @cache
 def dynamic_code() -> Tensor:
-    """Return the 8-bit code of the maxima: 0, 1, and values of both signs in decades from 1e-6 upwards. Each
-    decade has twice as many values as the decade below (Dettmers 2016)."""
+    """Return the 256 values with which the maxima of blocks are quantised to 8 bits: 0, 1, and values of both
+    signs in decades from 1e-6 upwards. Each decade has twice as many values as the decade below (Dettmers
+    2016)."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)

@@ -33,12 +33,12 @@ ReadTensor = Callable[[str], Tensor]
 
 
 def is_stored_weight(name: str, stored: Collection[str]) -> bool:
-    """Whether the files hold the matrix of this name in the quantised form of bitsandbytes."""
+    """Return whether the files hold the matrix of this name in the quantised form of bitsandbytes."""
     return f"{name}.{STATE}" in stored
 
 
 def is_stored_part(name: str, stored: Collection[str]) -> bool:
-    """Whether a tensor in the files belongs to a matrix quantised by bitsandbytes."""
+    """Return whether a tensor in the files belongs to a matrix that bitsandbytes has quantised."""
     endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
     matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
     return is_stored_weight(matrix, stored)

@@ -76,9 +76,9 @@ def _stored_quantisation(values: Mapping[str, Any], model: str) -> Quantised:
 
 
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
-    """Return the bytes of a quantised matrix. int8 has one byte per value and a float32 scale per row; fp8
-    stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if `nested`,
-    each maximum is one byte, plus the nested maxima."""
+    """Return the size of a quantised matrix in bytes. int8 has one byte per value and a float32 scale per
+    row; fp8 stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if
+    `nested`, each maximum is one byte, plus the nested maxima."""
     values = outputs * inputs
     if quantize != "nf4":
         return (2 if quantize == "fp8" else 1) * values + 4 * outputs

@@ -139,7 +139,7 @@ class Choices:
 
     @property
     def can_compile(self) -> bool:
-        """Whether `compile_ahead` has any effect."""
+        """Whether kernels can be compiled before the passes that launch them, by `compile_ahead`."""
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
@@ -183,7 +183,8 @@ class Choices:
         rows: Rows,
         plans: tuple[ProductPlan, ...],
     ) -> ProductPlan:
-        """Return the fastest of the allowed `plans`, or the first one if no trial is possible."""
+        """Return the product plan with which a linear is computed: the fastest of `plans` in a trial, or the
+        first of them if no trial is possible."""
         if self.forced is not None:
             return self.forced
         if self._file is None or self.pinned or len(plans) == 1:

@@ -61,8 +61,8 @@ class SortedChoices:
     used_blocks_1: Tensor
     """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
-    """The tiles of the LoRA kernels. Each run (rows of one job at one expert) is a single piece
-    (`ops.lora.rows`)."""
+    """Assignment of the sorted rows to programs of the LoRA kernels. The rows of one job at one expert form a
+    single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
         """Return the row of x for the token of each choice, in the sorted order, [S, D]."""

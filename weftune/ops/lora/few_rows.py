@@ -140,8 +140,8 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
 
 
 def choose_launch(ranks: int, dtype: torch.dtype) -> KernelLaunch:
-    """Return the launch parameters for `ranks` ranks. With these, programs fit beside those of the frozen
-    product, and on small GPUs."""
+    """Return launch parameters with which programs that process `ranks` ranks fit on a multiprocessor beside
+    programs of the frozen product, and on small GPUs."""
     if dtype.itemsize > 2:
         return KernelLaunch(32, warps=4, stages=1)
     return KernelLaunch(256 if ranks <= 16 else 128 if ranks <= 64 else 64, warps=4, stages=2)

@@ -249,7 +249,8 @@ class Group:
 
     @property
     def launches(self) -> tuple[object, ...]:
-        """Values on which the compiled kernels depend: groups with equal values use the same kernels."""
+        """Values for which kernels are compiled, such as the rank. Groups with equal values use the same
+        compiled kernels."""
         tables = self.g_out is None, self.g_in is None, self.has_row_lengths, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
 

@@ -49,8 +49,8 @@ OP = "LoRA"
 def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
-    """Return the trial by which `lora_linear` would choose its product plan. None for weights that are
-    dequantised at each use."""
+    """Return the trial that measures the fastest product plan for `lora_linear` with these arguments. None
+    for weights that are dequantised at each use, which have no trial."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _stored_tensor(weight)
@@ -101,7 +101,8 @@ def lora_linear(
 def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
-    """Launch the kernels once per set of launch parameters, on rows of no job, to test whether they run."""
+    """Test whether the tiled kernels run on the device: launch them on rows of no job, once per set of launch
+    parameters."""
     rows, lying = call.rows, _stored_tensor(right)
     # The kernels depend on the number of rows only through their tiling and the alignment of that number.
     tiling = replace(
@@ -134,7 +135,8 @@ def _rehearse_tiles(
 def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
-    """Launch the kernels for few rows once per set of launch parameters, on rows of no job, as a test."""
+    """Test whether the kernels for few rows run on the device: launch them on rows of no job, once per set of
+    launch parameters."""
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),

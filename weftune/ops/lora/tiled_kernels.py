@@ -73,8 +73,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Write s: the sum of the partial sums in `partial_CTR`, multiplied by the adapters' factor. `shares[p]`
-    is the number of partial sums of part p."""
+    """Write s = factor · drop(x)Aᵀ, given partial sums of xAᵀ in `partial_CTR`. `shares[p]` is the number of
+    partial sums of part p (a band of ranks of one linear)."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
