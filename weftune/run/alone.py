@@ -54,8 +54,8 @@ class Alone:
         self._timed_before: list[TimedPass] = []
         """Passes that ran before the optimizer steps in `_underway` and have not been reported yet."""
         self._steps_settled = False
-        """Whether the duration of the optimizer steps in `_underway` is typical: it includes no setup, such
-        as compilation."""
+        """Whether the duration of the optimizer steps in `_underway` is typical, because it includes no setup
+        such as compilation."""
         self._seen: set[str] = set()
         """Kinds of work (pass, evaluation, step) that have run. The first of each kind includes setup
         time."""
@@ -160,7 +160,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make consecutive optimizer steps of several jobs together."""
+        """Make the optimizer steps of several jobs, which follow one another in the Program, together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -207,8 +207,8 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def end_early(self) -> bool:
-        """Drop unfinished global batches. Return True, so that the window ends now: no other worker waits for
-        this one."""
+        """Drop unfinished global batches. Return True, which ends the window at once, since no other worker
+        waits for tensors from this one."""
         self._timed = []
         self._adapters.abandon()
         return True

@@ -1,4 +1,4 @@
-"""Functions that compose an executor from its parts, according to the worker's layout."""
+"""Functions that construct the executor of a worker from its parts, as the worker's layout requires."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def resident_executor(
     fuses_layers: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` is given if every layer is divided into shards. With `graphs`, passes are captured as CUDA
-    graphs where possible: immediately with `captures_early`, and otherwise only where that saves time. `make`
-    is the function that updates adapters whose master weights and moments are in host memory. `fuses_layers`
-    says whether layers run as fused ops; None fuses them where kernels make that faster."""
+    base. `team` are the workers that divide every layer into shards, or None. With `graphs`, passes are
+    captured as CUDA graphs where possible: immediately with `captures_early`, and otherwise only where that
+    saves time. `make` is the function that updates adapters whose master weights and moments are in host
+    memory. `fuses_layers` says whether layers run as fused ops; None fuses them where kernels make that
+    faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses_layers, team)
@@ -81,7 +82,8 @@ def streamed_executor(
 ) -> Executor:
     """Return an executor for a streamed base, whose stages take turns on one device. `make` is the function
     that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where possible, in
-    the memory of `pool` if it is given. `team` is given if every layer is divided into shards."""
+    the memory of `pool` if it is given. `team` are the workers that divide every layer into shards, or
+    None."""
     base, part = streamed.whole, streamed.part
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, team=team)

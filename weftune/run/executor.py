@@ -108,7 +108,8 @@ class Executor:
         """Maps (job, step, offset of the sample) to the attention keys and values of a long sample whose
         chunks are being processed."""
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished, whose microbatches are in flight here."""
+        """Global batches that the last window left unfinished, some of whose microbatches are in flight on
+        this worker."""
         self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
@@ -289,8 +290,8 @@ class Executor:
         return bool(self._in_flight) or self._roster.has_open_batch()
 
     def _finish_action(self, action: Action) -> Iterator[Event]:
-        """Report that an action has run. After the last action of a microbatch on this worker, release the
-        microbatch."""
+        """Report an action that has run, and yield the resulting events. After the last action of a
+        microbatch on this worker, release the microbatch."""
         span, passed = self._timer.stop(), None
         if (
             isinstance(action, Compute | HalfPass)

@@ -46,24 +46,26 @@ from weftune.run.training.state import new_training
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Number of measured passes per case. On a GPU two unmeasured passes precede them: one compiles, one
-captures."""
+"""Number of measured passes per `ProfileCase`, by device type. On a GPU two unmeasured passes precede them:
+one compiles kernels, one captures a CUDA graph."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
-"""A callback that receives the number of finished cases and their total."""
+"""A callback that reports progress. It receives the number of cases measured so far and the number of all
+cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """A pass to measure. Every job has the same number of samples, and all samples have the same length."""
+    """The sizes of a pass to measure. Every job has the same number of samples, and all samples have the same
+    length."""
 
     jobs: int = 1
     samples: int
     length: int
     rank: int = RANKS[0]
     supervised: float = 1.0
-    """Share of a sample's tokens that are supervised. Only these go through the head."""
+    """Fraction of a sample's tokens that are supervised. The head is computed only for these."""
     training: bool = True
 
     @property
@@ -94,7 +96,8 @@ CASES = (
 measure the time of kernel launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""Case that is measured again while other work runs in another thread (`beside` in `measure_profile`)."""
+"""Case that is measured again while other work runs in another thread (`concurrent_work` in
+`measure_profile`)."""
 
 
 def measure_profile(
@@ -171,14 +174,15 @@ class _Peaks:
         self._highest = 0
 
     def excess_bytes(self, known_bytes: int) -> int:
-        """Return the bytes by which a new peak exceeds `known_bytes`, or 0 if there has been no new peak."""
+        """Return the number of bytes by which a new peak of memory use exceeds `known_bytes`, or 0 if there
+        has been no new peak since the last call."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known_bytes) if risen else 0
 
 
 class _Bench:
-    """One shallow base and its executor, and the times of the cases that were measured with it."""
+    """A shallow base with its executor, on which cases are measured, and the measured times and peaks."""
 
     def __init__(self, base: Base, peaks: _Peaks) -> None:
         self._base, self._peaks = base, peaks
@@ -199,7 +203,7 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Run a case and record the median time of its passes, unless it does not fit into memory."""
+        """Run the passes of a case and record their median time, unless they do not fit into memory."""
         with self._attach_jobs(case) as names, suppress(OutOfMemory):
             times, steps = self._measure_times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)

@@ -22,7 +22,8 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """`shards` is given if every layer is divided among several workers, of which this is one."""
+        """`shards` sums gradients over the workers that divide every layer. None if layers are not
+        divided."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""

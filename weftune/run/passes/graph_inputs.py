@@ -29,7 +29,8 @@ from weftune.run.passes.rows import LEAST, DeviceMicrobatch, Membership, bucket,
 
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
-    """Rows that a CUDA graph reserves for one job whose rows are gathered by index."""
+    """The numbers of rows and samples that a CUDA graph reserves for one job whose rows are gathered by
+    index."""
 
     job: str
     serial: int
@@ -66,7 +67,7 @@ def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 
 
 class Gathering:
-    """Index tensors with which all CUDA graphs that have the same key gather the rows of jobs."""
+    """Index tensors by which CUDA graphs select the rows of jobs. All graphs with the same key share them."""
 
     def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
         """Allocate the tensors for microbatches whose samples are no longer than `longest`."""

@@ -129,8 +129,8 @@ class CapturedPasses:
         return self._plain.evaluate(visit, flight, input_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one. Each
-        microbatch keeps its graph and its instance."""
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one. Each microbatch keeps its graph and its instance."""
         self._plain.inherit(numbers)
         self._replayed = renumber_visits(self._replayed, numbers)
         self._timed = renumber_visits(self._timed, numbers)

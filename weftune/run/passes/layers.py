@@ -44,10 +44,11 @@ ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
-    """The decoder layers of a base of a known family; empty for other families."""
+    """The decoder layers of a base of a known family, whose forwards can be replaced by fused ops. Empty for
+    other families."""
 
     def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
-        """`team` is given if the layers are divided into shards."""
+        """`team` are the workers that divide every layer into shards, or None."""
         self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""

@@ -49,7 +49,7 @@ class PlainPasses:
                 layers.host.release()
 
     def begin_round(self) -> None:
-        """Prepare for a round of microbatches. No microbatch may be in flight."""
+        """Prepare for the next round of microbatches. None may be in flight when this is called."""
 
     def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
@@ -79,7 +79,8 @@ class PlainPasses:
         return self._make_pass(visit, flight, input_TD).forward(training=False)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one."""
         self.open = renumber_visits(self.open, numbers)
 
     def abandon(self) -> None:

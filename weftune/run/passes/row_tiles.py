@@ -43,7 +43,8 @@ class TiledParts:
     """Function that returns the attention [T, H, E] of all rows of the microbatch."""
     finish_layer: Callable[[Tensor, Tensor, bool], Tensor]
     """Function of a tile's residual and output of attention, which returns the output of the layer. If the
-    flag is set, only the autograd graph of the output is needed, and its values may be arbitrary."""
+    third argument is True, only the autograd graph of the output is needed, and its values may be
+    arbitrary."""
     tile_adapters: Callable[[slice], AbstractContextManager[None]]
     """Function that returns a context in which the adapters apply to a tile's rows."""
 
@@ -324,8 +325,8 @@ class _Saved:
 
 
 class _Given(torch.autograd.Function):
-    """A function whose forward returns its tensors unchanged. Its backward puts their gradients into a list,
-    so that the graph holds no leaf tensors."""
+    """An autograd function that returns its input tensors unchanged. Its backward puts their gradients into a
+    list, so that the graph holds no leaf tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

@@ -156,7 +156,7 @@ def longest_bucket(longest: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A pass of a microbatch over a stage: the indices of both."""
+    """A pass of one microbatch over one stage, identified by the indices of the two."""
 
     microbatch: int
     stage: int
@@ -166,8 +166,8 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return the mapping with new microbatch indices in its keys. `numbers` maps each old index to the new
-    one."""
+    """Return a copy of `visits` with new microbatch indices in its keys. `numbers` maps each old index to the
+    new one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 
@@ -207,8 +207,8 @@ class InFlight:
         return self._membership
 
     def _add_earlier_keys(self, membership: Membership, banks: Banks) -> Membership:
-        """Return the membership (the jobs and samples of the rows) of a chunk, whose rows also attend to the
-        keys of the sample's earlier chunks."""
+        """Return the membership (jobs and sample boundaries of the rows) for a chunk of a long sample,
+        extended so that its rows also attend to the keys of the sample's earlier chunks."""
         chunk = self.pass_times.plan.chunk
         assert chunk is not None
         assert chunk.chunk_start is not None

@@ -37,11 +37,12 @@ MOST_KEYS = 8
 
 class VisitKind(Enum):
     forward = auto()
-    """A forward from which only the output is kept."""
+    """A pass that runs only the forward, of which only the output is kept."""
     turn = auto()
-    """A pass over the last stage: a forward that keeps activations, head and loss, then the backward."""
+    """A pass over the last stage: the forward, whose activations are kept, head and loss, then the
+    backward."""
     backward = auto()
-    """A forward that is recomputed from the stage's input, then the backward."""
+    """A pass that recomputes the forward from the stage's input, then runs the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
@@ -150,7 +151,8 @@ class StageGraphs:
 
 
 class StageGraph:
-    """The CUDA graphs of one kind of pass over one stage. It has the methods of `Plain`."""
+    """The CUDA graphs of one kind of pass over one stage. The class has the same methods as `Plain`, which
+    runs passes without graphs."""
 
     def __init__(
         self,

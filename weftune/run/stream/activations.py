@@ -50,10 +50,11 @@ class KeptActivations:
         """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
 
     def prefetch_input(self, visit: StageVisit) -> None:
-        """Announce the worker's next backward, so that its input is fetched in time."""
+        """Start to fetch the input of the worker's next backward, if it is offloaded, so that it arrives in
+        time."""
 
     def drop(self, visit: StageVisit) -> None:
-        """Drop a stage's input for a microbatch, which has finished its backward there or has none."""
+        """Drop a stage's input for a microbatch that has finished its backward there, or has no backward."""
         del self._here[visit]
 
     def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
@@ -71,7 +72,8 @@ class KeptActivations:
         return self._outgoing.pop((visit, payload), None)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one."""
         self._here = renumber_visits(self._here, numbers)
         self._gradients = renumber_visits(self._gradients, numbers)
 

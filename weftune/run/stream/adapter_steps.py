@@ -52,7 +52,7 @@ class StagePart:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over start and stop, for unpacking."""
+        """Return an iterator over start and stop, so that a `StagePart` can be unpacked like a tuple."""
         return iter((self.start, self.stop))
 
 
@@ -108,7 +108,7 @@ class _BufferedPiece:
 
     @property
     def update(self) -> Update:
-        """The job's update of this piece, with the state in host memory."""
+        """The optimizer step of the job's parameters in this piece, with their state in host memory."""
         return self.part.run.updates[self.part.job_index]
 
     @property
@@ -194,14 +194,16 @@ class HostSteps:
         return (job, stage) in self._pending
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs (job, stage) whose Steps have pieces that have not been started."""
+        """Return those of the pairs (job, stage) whose Steps (optimizer steps) have pieces that have not been
+        started."""
         return [pair for pair in pairs if pair in self._pending]
 
     def all_pending_pairs(self) -> list[JobStage]:
         return sorted(self._pending, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those pairs (job, stage) whose updates have been started and that no pass has waited for."""
+        """Return those of the pairs (job, stage) whose updates have been started, unless a pass has already
+        waited for them."""
         return [pair for pair in pairs if pair in self._started]
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
@@ -338,8 +340,8 @@ class HostSteps:
 
 
 def _piece_sizes(parts: Mapping[int, StagePart], size: int) -> dict[int, int]:
-    """Return a map from each stage to the number of parameters in a job's pieces there, with alignment.
-    `size` is the number of parameters of the job."""
+    """Return a dict from each stage to the number of parameters in a job's pieces there, with the parameters
+    that alignment adds. `size` is the number of all parameters of the job."""
     return {
         stage: sum(round_up(piece.computed_range.size) for piece in split_part(part, size))
         for stage, part in parts.items()

@@ -24,7 +24,7 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
 STAGE = 0
-"""Index of the only stage. The base stays on one device."""
+"""Index of the only stage, since the whole base stays on one device."""
 
 
 class OffloadedOptimizer:

@@ -157,13 +157,14 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether the outcomes of earlier Steps must be read before further Steps are requested. They must if
-        a pass has included one of the jobs since then; the outcomes are known by that time."""
+        """Whether the outcomes of earlier optimizer steps (Steps) must be read before further Steps are
+        requested: if a pass has included one of their jobs. The Steps are finished by then, so reading their
+        outcomes does not block."""
         return self._underway is not None and self._underway.is_used
 
     def needs_step_outcome(self, stage: int) -> bool:
-        """Return whether the stage is the last one. There the outcomes must be known, because a job whose
-        Step failed has no loss."""
+        """Return whether outcomes of Steps must be known before an evaluation of the stage, which is so for
+        the last stage: a job whose Step failed has no loss there."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
@@ -218,7 +219,8 @@ class TravellingAdapters:
 
     @contextmanager
     def _count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, because the device has nothing else to compute."""
+        """Add the time in the context to the waiting time of the device, which has nothing else to
+        compute."""
         with (
             self._underway.count_time() if self._underway is not None else nullcontext(),
             self._weights.count_waiting(),

@@ -64,7 +64,8 @@ class StreamedWeights:
             self._queue = _GpuQueue(self, _StageReader(self) if read else None)
 
     def set_callbacks(self, on_load: StageCallback, on_evict: StageCallback) -> None:
-        """Register functions that are called with every Load and every Evict, on the stream of its copies."""
+        """Register functions that are called at every Load and every Evict with the stage's index, on the
+        CUDA stream of its copies."""
         self.on_load, self.on_evict = on_load, on_evict
 
     def load(self, stage: int) -> None:
@@ -109,7 +110,8 @@ class StreamedWeights:
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, less the time in which the device is still busy."""
+        """Add the time in the context to the waiting time of the device, except the time in which the device
+        is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield

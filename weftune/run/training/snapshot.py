@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Share of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, this is a part
-of the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, it is taken
+from the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -166,8 +166,8 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Return the bytes of the job's largest possible snapshot. It includes the mean of the weights if the job
-    has one, and the best weights if `keeps_best`."""
+    """Return the size in bytes of the job's largest possible snapshot. It includes the mean of the weights if
+    the job has one, and the best weights if `keeps_best`."""
     found = checkpoint_vectors(training)
     later = {"best": keeps_best, "mean": training.mean is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)

@@ -66,7 +66,7 @@ class StepOutcome:
     grad_norm: float
     learning_rate: float
     token_accuracy: float | None
-    """Share of supervised tokens that were predicted. None if no token is supervised."""
+    """Fraction of the supervised tokens that were predicted correctly. None if no token is supervised."""
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric of the job's objective to its mean over the global batch."""
@@ -86,7 +86,7 @@ class EvaluationSums:
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
     maxima: int = 0
-    """Number of metrics at the end of the list that are maxima over the samples. All others are sums."""
+    """Number of metrics, at the end of `metrics`, that are maxima over the samples. All others are sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -105,7 +105,7 @@ class EvaluationSums:
 
     @property
     def _sums(self) -> int:
-        """Number of metrics that are sums."""
+        """Number of elements of `metrics` that are sums, not maxima."""
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
@@ -142,8 +142,8 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """Return the next optimizer update. The gradient, whose norm is `norm`, is clipped as the recipe
-        says. The device makes the update after any snapshot that is still being copied."""
+        """Return the next optimizer step, with the factor that clips the gradient, whose norm is `norm`. The
+        device is made to wait until a running copy of a snapshot is complete."""
         if self.copied is not None:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
@@ -197,7 +197,8 @@ class Training:
 
     @property
     def evaluated_weights(self) -> Tensor:
-        """Weights that a sweep evaluates at a rung: the mean, or the master weights if there is no mean."""
+        """Weights that a sweep evaluates at a rung: the mean of the last weights, or the master weights if
+        there is no mean."""
         return self.mean if self.mean is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
@@ -241,7 +242,8 @@ def _evaluation_order(loss: float, score: float | None) -> tuple[float, float]:
 
 
 class Roster:
-    """The attached jobs; all parts of an executor share one roster."""
+    """The training states of the attached jobs, and which of them have failed. All parts of an executor share
+    one roster."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}

@@ -125,7 +125,7 @@ class StepsUnderway:
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
-        """Whether the steps are already finished. Then reading the outcomes does not block."""
+        """Whether the steps are already finished, so that reading their outcomes does not block."""
         self.is_used = False
         """Whether a pass has included one of the jobs since their steps were requested."""
         self._watches: list[Stopwatch] = []

@@ -41,7 +41,8 @@ class Writer:
     def __init__(
         self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
     ) -> None:
-        """Start the writer. `device` is the device that trains; snapshots use at most `max_bytes`."""
+        """Start the writer's threads. `device` is the device that trains, and `max_bytes` the maximum host
+        memory of snapshots."""
         self.snapshots = Snapshots(device, max_bytes)
         usual = max(MIN_THREADS, min(MAX_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
@@ -101,12 +102,12 @@ class Writer:
         return found
 
     def wait(self, job: str) -> None:
-        """Wait until all requests of this job are done."""
+        """Wait until all requested writes of this job are done."""
         if (last := self._last.get(job)) is not None:
             wait([last])
 
     def forget(self, job: str) -> None:
-        """Cancel the last request of this job, unless a thread has begun it."""
+        """Cancel the latest request to write a file of this job, unless a thread has already begun it."""
         if (last := self._last.get(job)) is not None:
             last.cancel()
 

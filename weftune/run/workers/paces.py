@@ -130,7 +130,7 @@ class Paces:
         return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
-        """Return paces that are guessed from the number of layers alone."""
+        """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
         return tuple(stage.guessed_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
