@@ -233,7 +233,7 @@ class Executor:
         Program continues none of them, drop them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
-            self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
+            self._in_flight = {numbers[old]: in_flight for old, in_flight in self._in_flight.items()}
             self.activations.inherit(numbers)
             self.passes.inherit(numbers)
         elif self.unfinished.batches or (self.part.layout.is_pipeline and self._is_busy()):
@@ -295,9 +295,9 @@ class Executor:
         span, passed = self._timer.stop(), None
         if (
             isinstance(action, Compute | HalfPass)
-            and (flight := self._in_flight.get(action.microbatch)) is not None
+            and (in_flight := self._in_flight.get(action.microbatch)) is not None
         ):
-            timed, number, own = flight.pass_times, action.microbatch, self.part.own_stages
+            timed, number, own = in_flight.pass_times, action.microbatch, self.part.own_stages
             is_backward = isinstance(action, Backward | BackwardHalf)
             (timed.backward if is_backward else timed.forward).append(span)
             if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
@@ -358,46 +358,52 @@ class Executor:
     # -- passes ------------------------------------------------------------------------------------------
 
     def _forward_half(self, visit: StageVisit, index: int) -> None:
-        flight = self._find_in_flight(visit, Forward) if index == 0 else self._in_flight.get(visit.microbatch)
+        in_flight = (
+            self._find_in_flight(visit, Forward) if index == 0 else self._in_flight.get(visit.microbatch)
+        )
         if index == 0:
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=False
             )
-        if flight is not None:
-            self.overlapped.forward_half(visit, flight, index)
+        if in_flight is not None:
+            self.overlapped.forward_half(visit, in_flight, index)
 
     def _backward_half(self, visit: StageVisit, index: int) -> None:
-        if (flight := self._in_flight.get(visit.microbatch)) is None:
+        if (in_flight := self._in_flight.get(visit.microbatch)) is None:
             return
         if index + 1 == self._program.half_layers:
-            assert flight.scores is not None, "losses come before the gradients of the last half layer"
+            assert in_flight.scores is not None, "losses come before the gradients of the last half layer"
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
             )
-            self.overlapped.begin_backward(visit, flight.scores.gradient_TD(self.dead))
+            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.dead))
         self.overlapped.backward_half(visit, index)
 
     def _forward(self, visit: StageVisit) -> None:
         plan = self._program.microbatches[visit.microbatch]
         is_overlapped = self.overlapped.is_open(visit)
-        flight = self._in_flight[visit.microbatch] if is_overlapped else self._find_in_flight(visit, Forward)
+        in_flight = (
+            self._in_flight[visit.microbatch] if is_overlapped else self._find_in_flight(visit, Forward)
+        )
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._prepare_stage(visit.stage, plan, before_backward=False)
-        if flight is not None:
-            self._pass_forward(flight, visit)
+        if in_flight is not None:
+            self._pass_forward(in_flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
+    def _pass_forward(self, in_flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
         if self.overlapped.is_open(visit):
             h_TD = self.overlapped.end_forward(visit)
         else:
             keep = last or self.part.layout.is_pipeline
-            h_TD = self.passes.forward(visit, flight, self._stage_input(visit), keep)
+            h_TD = self.passes.forward(visit, in_flight, self._stage_input(visit), keep)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
-            flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
+            in_flight.scores = self.scorer.score(
+                leaf_TD, in_flight.device_microbatch, program.supervised, program.sample_counts
+            )
             return
         self.activations.store_input(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
         if visit.stage > 0:
@@ -406,7 +412,7 @@ class Executor:
     def _backward(self, visit: StageVisit) -> None:
         number, stage, own = visit.microbatch, visit.stage, self.part.own_stages
         self._prepare_stage(stage, self._program.microbatches[number], before_backward=True)
-        if (flight := self._in_flight.get(number)) is None:
+        if (in_flight := self._in_flight.get(number)) is None:
             return
         at = own.index(stage)
         if at and own[at - 1] > 0:
@@ -415,15 +421,15 @@ class Executor:
             self.overlapped.end_backward(visit)
             dinput_TD = None
         else:
-            scores = flight.scores if stage == self._last_stage else None
+            scores = in_flight.scores if stage == self._last_stage else None
             dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-            dinput_TD = self.passes.backward(visit, flight, self._stage_input(visit), dh_TD)
-        self.adapters.record_backward(stage, flight.pass_times.plan.jobs)
+            dinput_TD = self.passes.backward(visit, in_flight, self._stage_input(visit), dh_TD)
+        self.adapters.record_backward(stage, in_flight.pass_times.plan.jobs)
         if dinput_TD is not None:
             self.activations.drop(visit)
             self.activations.store_gradient(StageVisit(number, stage - 1), dinput_TD)
         if stage == own[-1]:
-            self._collect_losses(flight)
+            self._collect_losses(in_flight)
         if stage == own[0]:
             self._prepare_next(number)
 
@@ -431,11 +437,11 @@ class Executor:
         """Run an evaluation or scoring pass of a microbatch over a stage."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._find_in_flight(visit, type(action))
+        in_flight = self._find_in_flight(visit, type(action))
         self._prepare_stage(visit.stage, plan, before_backward=False)
-        if flight is not None:
+        if in_flight is not None:
             input_TD = self._stage_input(visit)
-            h_TD = self.passes.evaluate(visit, flight, input_TD)
+            h_TD = self.passes.evaluate(visit, in_flight, input_TD)
             if input_TD is not None:
                 self.activations.drop(visit)
             if visit.stage < self._last_stage:
@@ -443,21 +449,28 @@ class Executor:
                     StageVisit(visit.microbatch, visit.stage + 1), h_TD, has_backward=False
                 )
             elif isinstance(action, Evaluate):
-                yield from self.agreement.report_evaluations(self.scorer.evaluate(h_TD, flight.laid))
+                yield from self.agreement.report_evaluations(
+                    self.scorer.evaluate(h_TD, in_flight.device_microbatch)
+                )
             else:
-                yield from self.agreement.report_scores(self._sample_scores(h_TD, flight))
+                yield from self.agreement.report_scores(self._sample_scores(h_TD, in_flight))
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _sample_scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
+    def _sample_scores(self, h_TD: Tensor, in_flight: InFlight) -> list[Scored]:
         """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
         with the completion of another sample, for the KL term of KTO) are stored for the losses that
         follow."""
-        segments, sums = flight.pass_times.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
-        self.scorer.record_mismatched_scores(sums, flight.laid)
+        segments, sums = (
+            in_flight.pass_times.plan.segments,
+            self.scorer.sample_logprobs(h_TD, in_flight.device_microbatch),
+        )
+        self.scorer.record_mismatched_scores(sums, in_flight.device_microbatch)
         return [
             Scored(one.job, one.step, tuple(placed.sample for placed in one.samples), logprobs)
-            for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
-            if not laid.kl_purpose
+            for one, segment, logprobs in zip(
+                segments, in_flight.device_microbatch.microbatch.segments, sums, strict=True
+            )
+            if not segment.kl_purpose
         ]
 
     def _add_scores(self, job: str, step: int) -> Iterator[Event]:
@@ -480,11 +493,11 @@ class Executor:
     def _stage_input(self, visit: StageVisit) -> Tensor | None:
         return self.activations.read(visit) if visit.stage else None
 
-    def _collect_losses(self, flight: InFlight) -> None:
+    def _collect_losses(self, in_flight: InFlight) -> None:
         """Add a microbatch's losses and correct predictions to its jobs' open global batches, after the
         backward of this worker's last stage. Workers without the last stage of the model add zeros."""
-        segments, scores = flight.laid.microbatch.segments, flight.scores
-        flight.scores = None
+        segments, scores = in_flight.device_microbatch.microbatch.segments, in_flight.scores
+        in_flight.scores = None
         if scores is not None:
             self._roster.collect(segments, scores.losses, scores.correct, scores.metrics)
         else:
@@ -504,11 +517,13 @@ class Executor:
                 if training and not self._in_flight:
                     self.passes.begin_round()
                 if training and self._next is not None and self._next[0] == plan:
-                    laid = self._next[1]
+                    device_microbatch = self._next[1]
                 else:
-                    laid = self._to_device_microbatch(plan, kind)
+                    device_microbatch = self._to_device_microbatch(plan, kind)
                 timed = TimedPass(plan, training)
-                self._in_flight[visit.microbatch] = InFlight(laid, timed, self._find_sample_keys(plan))
+                self._in_flight[visit.microbatch] = InFlight(
+                    device_microbatch, timed, self._find_sample_keys(plan)
+                )
         return self._in_flight.get(visit.microbatch)
 
     def _find_sample_keys(self, plan: MicrobatchPlan) -> SampleKeys | None:

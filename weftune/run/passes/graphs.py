@@ -82,39 +82,41 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         assert keep, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         # Their capture begins with a pass that runs, whose sums over shards no other shard would expect.
         gathers = not are_kernels_deterministic() and self.adapted.team is None
-        capturable = flight.sample_keys is None and self._banks.is_capturable(flight.laid.microbatch, gathers)
+        capturable = in_flight.sample_keys is None and self._banks.is_capturable(
+            in_flight.device_microbatch.microbatch, gathers
+        )
         if self._recompute.tile_rows or not capturable:
-            return self._plain.forward(visit, flight, input_TD, keep)
+            return self._plain.forward(visit, in_flight, input_TD, keep)
         context = self.adapted.base.shape.context
-        key = make_graph_key(flight.laid, self._banks, self._recompute, context)
+        key = make_graph_key(in_flight.device_microbatch, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures
-        place = None if is_new else self._find_or_capture(visit.stage, key, flight.laid)
+        place = None if is_new else self._find_or_capture(visit.stage, key, in_flight.device_microbatch)
         began = self._clock.mark()
         if place is None:
-            h_TD = self._plain.forward(visit, flight, input_TD, keep)
+            h_TD = self._plain.forward(visit, in_flight, input_TD, keep)
         else:
             self._replayed[visit] = place
-            h_TD = self._graphs[place].forward(flight.laid, input_TD)
+            h_TD = self._graphs[place].forward(in_flight.device_microbatch, input_TD)
         if not is_new:
             self._timed[visit] = WatchedPass((key, visit.stage), key.rows, is_replayed=place is not None)
             self._record_span(visit, began)
-        flight.pass_times.settled &= not is_new and self._captures == before
+        in_flight.pass_times.settled &= not is_new and self._captures == before
         return h_TD
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         place = self._replayed.pop(visit, None)
         began = self._clock.mark()
         if place is None:
-            dinput_TD = self._plain.backward(visit, flight, input_TD, dh_TD)
+            dinput_TD = self._plain.backward(visit, in_flight, input_TD, dh_TD)
         else:
             dinput_TD = self._graphs[place].backward(dh_TD)
         if visit in self._timed:
@@ -125,8 +127,8 @@ class CapturedPasses:
     def _record_span(self, visit: StageVisit, start: Moment) -> None:
         self._timed[visit].spans.append(DeviceSpan(start, self._clock.mark()))
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
-        return self._plain.evaluate(visit, flight, input_TD)
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visit, in_flight, input_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
@@ -142,7 +144,9 @@ class CapturedPasses:
         self._graphs.clear()
         self._pools.clear()
 
-    def _find_or_capture(self, stage: int, key: GraphKey, laid: DeviceMicrobatch) -> GraphPlace | None:
+    def _find_or_capture(
+        self, stage: int, key: GraphKey, device_microbatch: DeviceMicrobatch
+    ) -> GraphPlace | None:
         """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
         capture does not pay off."""
         busy = set(self._replayed.values())
@@ -159,7 +163,7 @@ class CapturedPasses:
         while len(self._pools) <= instance:
             self._pools.append(torch.cuda.graph_pool_handle())
         began = time.perf_counter()
-        graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], laid)
+        graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], device_microbatch)
         self._graphs[place] = graph
         self._payback.record_capture(time.perf_counter() - began)
         self._captures += 1
@@ -170,8 +174,10 @@ class Graph:
     """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
     replayed."""
 
-    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: DeviceMicrobatch) -> None:
-        """Capture the pass. `laid` is any microbatch that has this key."""
+    def __init__(
+        self, base: Base, banks: Banks, key: GraphKey, pool: Any, device_microbatch: DeviceMicrobatch
+    ) -> None:
+        """Capture the pass. `device_microbatch` is any microbatch that has this key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
@@ -181,7 +187,7 @@ class Graph:
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered:
-                self._run_uncaptured(base, laid)
+                self._run_uncaptured(base, device_microbatch)
             with capture_graph(self._forward, pool, stream):
                 input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, input_TD)
@@ -196,20 +202,20 @@ class Graph:
                         self._input_TD.copy_(input_TD.grad)
         self._h_TD = h_TD.detach()
 
-    def _run_uncaptured(self, base: Base, laid: DeviceMicrobatch) -> None:
+    def _run_uncaptured(self, base: Base, device_microbatch: DeviceMicrobatch) -> None:
         """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
         gradient is zero, so no job's gradient changes."""
-        self._inputs.fill(laid)
+        self._inputs.fill(device_microbatch)
         input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, input_TD)
         if h_TD.requires_grad:
             h_TD.backward(torch.zeros_like(h_TD))
 
-    def forward(self, laid: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
+    def forward(self, device_microbatch: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
         """Replay the forward and return the hidden states. At the last stage they stay valid until
         `backward`. At other stages they are a copy, which may be sent while the graph is replayed for another
         microbatch."""
-        self._inputs.fill(laid)
+        self._inputs.fill(device_microbatch)
         if input_TD is not None:
             self._input_TD.copy_(input_TD)
         self._forward.replay()

@@ -61,7 +61,7 @@ class _Graph:
 class _OpenPass:
     """A pass that has begun with its first half layer and has not ended."""
 
-    flight: InFlight
+    in_flight: InFlight
     membership: Membership
     embedded: GradientEdge | None
     """End of the graph that computes the embeddings. None if no job trains any of them."""
@@ -104,11 +104,11 @@ class OverlappedPasses:
         """Drop all open passes."""
         self._open.clear()
 
-    def forward_half(self, visit: StageVisit, flight: InFlight, index: int) -> None:
+    def forward_half(self, visit: StageVisit, in_flight: InFlight, index: int) -> None:
         """Compute half a layer and start the sum of its output. The first half also computes the
         embeddings."""
         if index == 0:
-            self._open[visit] = self._begin_pass(flight)
+            self._open[visit] = self._begin_pass(in_flight)
         one, layer, is_feed_forward = self._open[visit], self._layers.fused[index // 2], index % 2 == 1
         h_TD, leaves = self._add_residual(one, index)
         skip_TD, n_TD = layer.normalise_half(is_feed_forward, h_TD)
@@ -152,13 +152,13 @@ class OverlappedPasses:
             with self._apply_adapters(one):
                 torch.autograd.backward((one.embedded,), (dh_TD,))
 
-    def _begin_pass(self, flight: InFlight) -> _OpenPass:
-        membership = flight.membership(self._adapted)
-        banks, microbatch = self._adapted.banks, flight.laid.microbatch
+    def _begin_pass(self, in_flight: InFlight) -> _OpenPass:
+        membership = in_flight.membership(self._adapted)
+        banks, microbatch = self._adapted.banks, in_flight.device_microbatch.microbatch
         with banks.bound(microbatch, self._adapted.route, True, membership.rows):
             h_TD, angles = self._layers.compute_inputs(microbatch, membership.pack)
         embedded = get_gradient_edge(h_TD) if h_TD.requires_grad else None
-        return _OpenPass(flight, membership, embedded, angles, h_TD.detach())
+        return _OpenPass(in_flight, membership, embedded, angles, h_TD.detach())
 
     def _add_residual(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the residual plus the summed output of the previous half layer, which is the input of the
@@ -196,4 +196,6 @@ class OverlappedPasses:
     def _apply_adapters(self, one: _OpenPass) -> AbstractContextManager[None]:
         """Return a context in which the adapters of the jobs in this microbatch apply."""
         adapted = self._adapted
-        return adapted.banks.bound(one.flight.laid.microbatch, adapted.route, True, one.membership.rows)
+        return adapted.banks.bound(
+            one.in_flight.device_microbatch.microbatch, adapted.route, True, one.membership.rows
+        )

@@ -51,32 +51,32 @@ class PlainPasses:
     def begin_round(self) -> None:
         """Prepare for the next round of microbatches. None may be in flight when this is called."""
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
         activations are kept until `backward`."""
         assert visit not in self.open, "a pass is still open"
-        passed = self._make_pass(visit, flight, input_TD)
+        passed = self._make_pass(visit, in_flight, input_TD)
         if not keep:
             return passed.forward_only()
         self.open[visit] = passed
         return passed.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
         `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
         passed = self.open.pop(visit, None)
         if passed is None:
-            passed = self._make_pass(visit, flight, input_TD)
+            passed = self._make_pass(visit, in_flight, input_TD)
             passed.forward()
         passed.backward(dh_TD)
         return None if input_TD is None else passed.dinput_TD
 
     @torch.no_grad()
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
         """Return the stage's output, computed without dropout and without gradients."""
-        return self._make_pass(visit, flight, input_TD).forward(training=False)
+        return self._make_pass(visit, in_flight, input_TD).forward(training=False)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
@@ -89,14 +89,16 @@ class PlainPasses:
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
 
-    def _make_pass(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Plain:
+    def _make_pass(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Plain:
         given = None if input_TD is None else input_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
         tiled = adapted.layers is not None and adapted.layers.recompute.tile_rows > 0
-        tiled &= flight.sample_keys is None
-        membership = flight.membership(adapted, tiled)
-        return Plain(base, adapted.banks, flight.laid, adapted.route, membership, given, tiled)
+        tiled &= in_flight.sample_keys is None
+        membership = in_flight.membership(adapted, tiled)
+        return Plain(
+            base, adapted.banks, in_flight.device_microbatch, adapted.route, membership, given, tiled
+        )
 
 
 class Plain:
@@ -106,14 +108,14 @@ class Plain:
         self,
         base: Base,
         banks: Banks,
-        laid: DeviceMicrobatch,
+        device_microbatch: DeviceMicrobatch,
         route: Route,
         membership: Membership,
         input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
         """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
-        self._base, self._banks, self._laid, self._route = base, banks, laid, route
+        self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
         """The node at which the backward starts, the end of the autograd graph of the forward. None if no job

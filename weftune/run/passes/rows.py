@@ -100,19 +100,19 @@ class Membership:
 
 
 def build_membership(
-    base: Base, banks: Banks, laid: DeviceMicrobatch, route: Route, in_tiles: bool = False
+    base: Base, banks: Banks, device_microbatch: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
     """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
     `in_tiles`, rows are assigned to jobs later, tile by tile."""
     rows = None
     if route is Route.tiled and not in_tiles:
-        rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
-        rows.fill(banks.slot_rows(laid.microbatch), laid.token_index)
-    packed = pack(laid.microbatch.sample_lengths, base.device)
+        rows = Rows.empty(device_microbatch.microbatch.rows, banks.slots, base.device)
+        rows.fill(banks.slot_rows(device_microbatch.microbatch), device_microbatch.token_index)
+    packed = pack(device_microbatch.microbatch.sample_lengths, base.device)
     if are_kernels_deterministic():
         packed = bucket_pack(packed, base.shape.context)
-    if jobs := banks.keys_before(laid.microbatch):
-        packed = with_prefixes(packed, *_prefix_ranges(laid.microbatch, jobs), banks.read_keys)
+    if jobs := banks.keys_before(device_microbatch.microbatch):
+        packed = with_prefixes(packed, *_prefix_ranges(device_microbatch.microbatch, jobs), banks.read_keys)
     return Membership(rows, packed)
 
 
@@ -189,7 +189,7 @@ class TimedPass:
 class InFlight:
     """A microbatch that has entered the stages of this worker and not yet left the last of them."""
 
-    laid: DeviceMicrobatch
+    device_microbatch: DeviceMicrobatch
     pass_times: TimedPass
     sample_keys: SampleKeys | None = None
     """Attention keys and values of a long sample, if the microbatch is a chunk of that sample."""
@@ -200,7 +200,9 @@ class InFlight:
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
         """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
         if self._membership is None:
-            found = build_membership(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
+            found = build_membership(
+                adapted.base, adapted.banks, self.device_microbatch, adapted.route, in_tiles
+            )
             self._membership = (
                 found if self.sample_keys is None else self._add_earlier_keys(found, adapted.banks)
             )
@@ -213,7 +215,7 @@ class InFlight:
         assert chunk is not None
         assert chunk.chunk_start is not None
         assert self.sample_keys is not None
-        prefix_keys = [keys for _, keys in banks.keys_before(self.laid.microbatch)]
+        prefix_keys = [keys for _, keys in banks.keys_before(self.device_microbatch.microbatch)]
         read_prefix = banks.read_keys if prefix_keys else None
         cache = ChunkKeys(self.sample_keys, chunk.chunk_start, sum(prefix_keys), read_prefix)
         return replace(membership, pack=replace(membership.pack, prefixes=None, cache=cache))

@@ -86,12 +86,12 @@ class StageGraphs:
     def begin_round(self) -> None:
         self._round += 1
 
-    def find_or_capture(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
+    def find_or_capture(self, kind: VisitKind, stage: int, in_flight: InFlight) -> StageGraph | None:
         """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
         pass that compiles or captures is marked as not typical (`TimedPass.settled`)."""
-        laid, visit = flight.laid, (kind, stage)
-        key = make_graph_key(laid, self._banks, NOTHING, self._whole.shape.context)
-        if not self._banks.is_capturable(laid.microbatch):
+        device_microbatch, visit = in_flight.device_microbatch, (kind, stage)
+        key = make_graph_key(device_microbatch, self._banks, NOTHING, self._whole.shape.context)
+        if not self._banks.is_capturable(device_microbatch.microbatch):
             self.free_memory()
             return None
         if key in self.failed_captures:
@@ -101,12 +101,12 @@ class StageGraphs:
             known.first_rounds.setdefault(visit, self._round) == self._round
             or self._plain_round == self._round
         ):
-            flight.pass_times.settled = False
+            in_flight.pass_times.settled = False
             self.free_memory()
             return None
         if (graph := known.graphs.get(visit)) is not None:
             return graph
-        flight.pass_times.settled = False
+        in_flight.pass_times.settled = False
         return self._capture(key, known, visit)
 
     def free_memory(self) -> None:
@@ -182,8 +182,10 @@ class StageGraph:
                 self._forward_only if kind is VisitKind.forward else self._recompute_backward
             )
 
-    def set_inputs(self, laid: DeviceMicrobatch, membership: Membership, input_TD: Tensor | None) -> None:
-        self._inputs.copy(laid, membership)
+    def set_inputs(
+        self, device_microbatch: DeviceMicrobatch, membership: Membership, input_TD: Tensor | None
+    ) -> None:
+        self._inputs.copy(device_microbatch, membership)
         if input_TD is not None:
             self._h_TD.copy_(input_TD)
 
@@ -268,31 +270,31 @@ class CapturedVisits:
     def begin_round(self) -> None:
         self.graphs.begin_round()
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
         graph = self.graphs.find_or_capture(
-            VisitKind.turn if keep else VisitKind.forward, visit.stage, flight
+            VisitKind.turn if keep else VisitKind.forward, visit.stage, in_flight
         )
         if graph is None:
-            return self._plain.forward(visit, flight, input_TD, keep)
-        graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
+            return self._plain.forward(visit, in_flight, input_TD, keep)
+        graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
         if not keep:
             return graph.forward_only()
         self._plain.open[visit] = graph
         return graph.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         if visit not in self._plain.open:
-            graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, flight)
+            graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, in_flight)
             if graph is not None:
-                graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
+                graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
                 self._plain.open[visit] = graph
-        return self._plain.backward(visit, flight, input_TD, dh_TD)
+        return self._plain.backward(visit, in_flight, input_TD, dh_TD)
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
         self.graphs.free_memory()
-        return self._plain.evaluate(visit, flight, input_TD)
+        return self._plain.evaluate(visit, in_flight, input_TD)
 
     def inherit(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"
