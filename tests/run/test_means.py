@@ -205,7 +205,7 @@ def as_worker(connections, cuts):
         if plan.segments
     }
     # Other workers than the first report no step: the master is noted where a step is made.
-    masters, make = {}, executor.adapters.make
+    masters, make = {}, executor.adapters.make_step
 
     def made(due, sums):
         outcome = make(due, sums)
@@ -213,7 +213,7 @@ def as_worker(connections, cuts):
         masters[training.job, training.progress.step] = training.master.clone()
         return outcome
 
-    executor.adapters.make = made
+    executor.adapters.make_step = made
     list(executor.run(program, fetch_from(program, microbatches)))
     transport.flush()
     return {

@@ -207,7 +207,7 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
         return forward(visit, rows, input_TD, keep)
 
     def first(visit, rows, input_TD, keep):
-        if executor.adapters._underway is None:
+        if executor.adapters._steps_underway is None:
             return forward(visit, rows, input_TD, keep)
         return noted(visit, rows, input_TD, keep)
 

@@ -66,7 +66,7 @@ class AttachedJob:
     """Whether the kernels of the tiled route compute all parts of the job's adapter."""
     gathers_rows: bool
     """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
-    tiled_linears: bool
+    has_tiled_linears: bool
     """Whether the kernels of the tiled route compute the job's adapter at all linears. Parts of the adapter
     outside linears, such as virtual tokens, do not matter."""
     rows_before: Tensor | None
@@ -106,12 +106,12 @@ class Banks:
         self.choices = device_choices(example.device)
         """Measured choices between kernels on this device."""
         self._attachments = 0
-        self._free: list[int] = []
+        self._freed_slots: list[int] = []
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
         """A scalar that requires a gradient but gets none. It makes outputs of linears require a gradient."""
-        self._compiled: set[Hashable] = set()
+        self._compiled_launches: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
@@ -177,8 +177,8 @@ class Banks:
             if parameter.name == KEYS and (layer := layer_number(parameter.site)) is not None
         }
         tiled_parts = self._tiled_parts(kind, adapter, linears, views, totals)
-        if self._free:
-            heappop(self._free)
+        if self._freed_slots:
+            heappop(self._freed_slots)
         self._attachments += 1
         self.attached[adapter.job] = AttachedJob(
             adapter=adapter,
@@ -193,7 +193,7 @@ class Banks:
             version=0,
             tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
             gathers_rows=not inserted and not at_experts and kind.gathers(spec),
-            tiled_linears=tiled_parts is not None,
+            has_tiled_linears=tiled_parts is not None,
             rows_before=before,
             prefix_sites=prefix_sites,
             tokens=tokens,
@@ -267,10 +267,10 @@ class Banks:
 
     def detach(self, job: str) -> None:
         attached = self.attached.pop(job)
-        heappush(self._free, attached.slot)
+        heappush(self._freed_slots, attached.slot)
         for group in attached.groups:
             group.banks[attached.adapter.spec.kind].detach(job)
-            if attached.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
+            if attached.has_tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
                 group.tiled.detach(job)
         if self._constants:
             read = {_constants_key(one.adapter.spec) for one in self.attached.values()}
@@ -288,7 +288,7 @@ class Banks:
 
     def _free_slot(self) -> int:
         """Return the lowest free slot (index in the kernels' tables), after doubling full tables."""
-        slot = self._free[0] if self._free else len(self.attached)
+        slot = self._freed_slots[0] if self._freed_slots else len(self.attached)
         if slot >= self.slots:
             self.slots *= 2
             for bank in self._tiled_banks():
@@ -322,7 +322,8 @@ class Banks:
         looked up on the host."""
         found = [attached for _, attached in self._segments(microbatch)]
         return not has_failed(OP) and all(
-            attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
+            attached.tokens is None and (attached.has_tiled_linears or not attached.groups)
+            for attached in found
         )
 
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
@@ -361,7 +362,7 @@ class Banks:
         return seats
 
     @contextmanager
-    def bound(
+    def bind(
         self,
         microbatch: Microbatch,
         route: Route,
@@ -438,7 +439,7 @@ class Banks:
             gathered_rows or {},
             self._sum_over_shards,
         )
-        plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
+        plain = tuple(segment for segment, attached in found if not attached.has_tiled_linears)
         if rows is not None and training:
             self._compile_ahead(bound, (microbatch.rows, self.limits()))
         return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
@@ -446,9 +447,9 @@ class Banks:
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
         `launches`."""
-        if launches in self._compiled or not self.choices.can_compile:
+        if launches in self._compiled_launches or not self.choices.can_compile:
             return
-        self._compiled.add(launches)
+        self._compiled_launches.add(launches)
         found = (group.timing_trial(bound) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 

@@ -85,7 +85,7 @@ class Frozen:
         """Compute xWᵀ + b into a new tensor, never a view, since the adapters add to it in place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
-    def summed(self, x_TK: Tensor) -> Tensor:
+    def unrounded_product(self, x_TK: Tensor) -> Tensor:
         """Compute xWᵀ without the bias, in at least float32. Adapter kinds add to the result in place."""
         return unrounded_product(x_TK, self.weight)
 

@@ -39,7 +39,7 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulate_gradient
-from weftune.ops.dropout import kept_TK, key
+from weftune.ops.dropout import keep_mask_TK, mask_key
 from weftune.ops.site import RowScale, replace_rows
 
 PREFIX = "base_model.model."
@@ -107,8 +107,8 @@ class JobAt:
         if not self.drops:
             return x_LK
         index_L = self.bound.microbatch.token_index_T[self.segment.rows]
-        own = key(self.adapter.seed, self.segment.step, self.site.name)
-        kept = kept_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
+        own = mask_key(self.adapter.seed, self.segment.step, self.site.name)
+        kept = keep_mask_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
     def _trainable_weight(self, site: str, name: str) -> Tensor:

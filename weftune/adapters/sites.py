@@ -155,7 +155,7 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
-    y_TN = frozen.product(x_TK) if alone else frozen.summed(scaled_rows(x_TK, g_in))
+    y_TN = frozen.product(x_TK) if alone else frozen.unrounded_product(scaled_rows(x_TK, g_in))
     for part in parts:
         if part.add is not None:
             y_TN = part.add(x_TK, y_TN)

@@ -64,8 +64,8 @@ def read_tokenizer(spec: BaseSpec) -> Any:
         raise BaseModelError(f"The tokenizer of {spec.model} cannot be read: {first_line}") from None
 
 
-def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
-    return BYTES[spec.dtype or ("bfloat16" if gpu else "float32")]
+def bytes_per_value(spec: BaseSpec, on_gpu: bool) -> int:
+    return BYTES[spec.dtype or ("bfloat16" if on_gpu else "float32")]
 
 
 def model_folder(spec: BaseSpec) -> str:
@@ -138,10 +138,10 @@ def refuse_unsafe(folder: Path, name: str) -> None:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [one for one in names if one.lower().endswith(PICKLES)]
     if pickles and not any(one.endswith(SAFETENSORS) for one in names):
-        raise no_safetensors(name, pickles[0])
+        raise no_safetensors_error(name, pickles[0])
 
 
-def no_safetensors(name: str, found_format: str | None = None) -> BaseModelError:
+def no_safetensors_error(name: str, found_format: str | None = None) -> BaseModelError:
     what = (
         "has no model.safetensors and no index of several"
         if found_format is None

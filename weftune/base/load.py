@@ -29,13 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
-from weftune.base.config import local_folder, no_safetensors, refuse_missing_base
+from weftune.base.config import local_folder, no_safetensors_error, refuse_missing_base
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, read_quantisation
-from weftune.base.rope import no_rope, scaled_rope_values
+from weftune.base.rope import no_rope_error, scaled_rope_values
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
@@ -79,8 +79,8 @@ class Tower(nn.Module):
         super().__init__()
         self.language_model = language_model
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.language_model(*given, **named)
+    def forward(self, *arguments: Any, **keyword_arguments: Any) -> Any:
+        return self.language_model(*arguments, **keyword_arguments)
 
     def get_input_embeddings(self) -> nn.Module:
         embedding = self.language_model.get_input_embeddings()  # type: ignore[operator]
@@ -190,7 +190,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     with wrap_load_errors(spec):
         files = weight_files(where, spec.revision)
         if files is None:
-            raise no_safetensors(spec.model)
+            raise no_safetensors_error(spec.model)
         if config.is_wrapped or config.quantisation:
             return _load_tensors(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -279,7 +279,7 @@ def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
     """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these,
     transformers computes the frequencies and the factor of cosines and sines."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
-        raise no_rope(config.model_type, spec)
+        raise no_rope_error(config.model_type, spec)
     for key, value in scaled_rope_values(config.to_dict(), spec).items():
         setattr(config, key, value)
 

@@ -32,9 +32,9 @@ from weftune.base.architecture import (
 from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, DecoderFacts
 from weftune.base.load import load_config, load_plain, model_source, wrap_load_errors
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import QuantLinear, cut_quantised, matrix_dtype, quant_paths
-from weftune.base.shape import embedding_module, model_shape, model_sites, values
+from weftune.base.shape import embedding_module, model_shape, model_sites, parameter_count
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, Elsewhere, find_decoder, keep_stages, outline_model
 from weftune.base.weights import (
@@ -214,7 +214,7 @@ def cut_model(
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     keep_stages(model, *kept_layers)
     isolate_samples(model)
     shard = ModelShard(team, whole, dict(_cut_layers(model, team)), read_whole)
@@ -233,7 +233,7 @@ def shard_base(
     _divide_embedding(model, shard.vocabulary)
     whole, slices = shard.whole, shard.slices
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
-    shape = replace(whole, layers=len(layers), parameters=values(model), sites=sites)
+    shape = replace(whole, layers=len(layers), parameters=parameter_count(model), sites=sites)
     return Base(
         model,
         spec,

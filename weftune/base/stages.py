@@ -26,9 +26,9 @@ from weftune.base.load import (
     model_source,
     wrap_load_errors,
 )
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import matrix_dtype
-from weftune.base.shape import model_shape, model_sites, values
+from weftune.base.shape import model_shape, model_sites, parameter_count
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
 from weftune.core.shapes import LayerRange, ModelShape
@@ -118,7 +118,7 @@ def make_stage_base(
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     isolate_samples(model)
     shape = local_shape(model, whole, local_layers.stop - local_layers.start)
     return Base(model, spec, shape, device, matrix_dtype(model), local_layers, whole.sites)
@@ -126,7 +126,9 @@ def make_stage_base(
 
 def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:
     """Return the shape of a base of which `model` contains only `layers` layers."""
-    return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
+    return replace(
+        whole_shape, layers=layers, parameters=parameter_count(model), sites=tuple(model_sites(model))
+    )
 
 
 def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:

@@ -14,7 +14,7 @@ from weftune.objectives.spec import KtoSpec
 
 class Kto:
     def __init__(self, spec: KtoSpec) -> None:
-        self.needs = Needs(reference=True, mismatched=spec.mismatched)
+        self.needs = Needs(reference=True, mismatched_samples=spec.mismatched_samples)
         self._spec = spec
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:

@@ -23,7 +23,7 @@ class Needs:
 
     group_size: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
-    mismatched: bool = False
+    mismatched_samples: bool = False
     """Whether mismatched samples, each a prompt with the answer to another one, are scored after the step
     before each global batch, and before each evaluation."""
     reference: bool = False
@@ -46,7 +46,7 @@ class SampleScores:
     logprobs_S: Tensor
     counts: tuple[int, ...]
     """Number of supervised rows of each sample."""
-    answers: tuple[int, ...] = ()
+    answer_lengths: tuple[int, ...] = ()
     """Number of answer tokens of each sample, which are its last tokens. The first token of a sample is
     counted too if it belongs to the answer, although no row predicts it."""
     references_B: Tensor | None = None
@@ -58,7 +58,8 @@ class SampleScores:
     """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0
     """KL term: the mean log-probability of mismatched samples under the current policy minus that under the
-    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched` is set."""
+    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched_samples` is
+    set."""
 
     def sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample, [B]."""
@@ -71,7 +72,7 @@ class SampleScores:
 
     def answer_sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample's answer, [B]."""
-        parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answers, strict=True)
+        parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answer_lengths, strict=True)
         return torch.stack([part[max(0, count - answer) :].sum() for part, count, answer in parts])
 
 
@@ -79,7 +80,7 @@ class SampleScores:
 class BatchFacts:
     """Properties of a job's whole global batch, which the loss of one of its segments depends on."""
 
-    supervised: int
+    supervised_tokens: int
     counts: tuple[int, ...] = ()
     """Number of supervised rows of each sample. Empty for supervised fine-tuning, which does not need it."""
 

@@ -64,7 +64,7 @@ class ObjectiveSpec:
     kind: str
 
     @property
-    def mismatched(self) -> bool:
+    def mismatched_samples(self) -> bool:
         """Whether the objective needs mismatched samples, which are prompts with answers to other prompts."""
         return False
 
@@ -161,7 +161,7 @@ class KtoSpec(ObjectiveSpec):
     """Weight of the losses of answers with the label false."""
 
     @property
-    def mismatched(self) -> bool:
+    def mismatched_samples(self) -> bool:
         return self.loss_type == "kto"
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:

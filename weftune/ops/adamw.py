@@ -145,7 +145,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     no step is made, and its gradient is zeroed.
     """
     if any(one.rates for one in updates):
-        return _update_runs(updates, factor_J)
+        return _update_by_rate(updates, factor_J)
     if not kernels_available(updates[0].state.gradient):
         assert factor_J is None
         return _update_by_torch(updates, None)
@@ -179,7 +179,7 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
     return finite_JB.all(dim=1)
 
 
-def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
+def _update_by_rate(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
     """Apply optimizer steps of jobs with several learning rates, as if each range of parameters with one rate
     were a job of its own."""
     runs = [one.split_by_rate() for one in updates]

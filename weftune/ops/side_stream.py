@@ -19,7 +19,7 @@ class SideStream:
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
-    def done(self) -> Iterator[None]:
+    def concurrent_work(self) -> Iterator[None]:
         """Launch the work inside the context on the second stream. Later work on the main stream waits for
         its end.
 

@@ -12,7 +12,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import WorkerLayout, one_device_layout
 from weftune.run.alone import Alone
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import release
+from weftune.run.measure.memory import release_cached_memory
 from weftune.run.measure.timers import ActionTimer
 from weftune.run.parts import AdapterState, Agreement
 from weftune.run.passes.adapted import AdaptedBase
@@ -53,7 +53,7 @@ def resident_executor(
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses_layers, team)
     stages = {part.own_stages[0]: base}
-    captures = graphs and adapted.capturable
+    captures = graphs and adapted.can_capture
     timer = ActionTimer(base.device)
     offloads = part.layout.offloads_optimizer
     adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted, shards)
@@ -89,13 +89,13 @@ def streamed_executor(
     adapted = AdaptedBase(base, route, team=team)
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
-    release(base.device)
+    release_cached_memory(base.device)
     stages = {stage: make_stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
     travels = part.layout.adapters_travel
     adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted, shards)
     # Whether a pass is captured depends on memory and time, but all shards must run the same passes.
-    if pool is None and graphs and adapted.capturable and team is None:
+    if pool is None and graphs and adapted.can_capture and team is None:
         pool = GraphPool(base.device)
     offloads = bool(part.offloaded_stages)
     return Executor(

@@ -90,7 +90,7 @@ class Executor:
         self.weights, self.activations, self.passes = weights, activations, passes
         self.adapters, self.agreement = adapters, agreement
         self.overlapped = OverlappedPasses(adapted)
-        self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
+        self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.rows_in_head)
         self._roster, self._timer = adapters.roster, timer
         self.attached, self.dead = self._roster.trainings, self._roster.dead
         self.home = adapters.home
@@ -101,7 +101,7 @@ class Executor:
         """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = fetch_from(NOTHING_TO_DO, {})
-        self._trained: frozenset[int] = frozenset()
+        self._trained_microbatches: frozenset[int] = frozenset()
         """Indices of the microbatches whose backward this worker runs in the current window."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
@@ -110,7 +110,7 @@ class Executor:
         self.unfinished = FINISHED
         """Global batches that the last window left unfinished, some of whose microbatches are in flight on
         this worker."""
-        self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
+        self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
         """Function that is called after every pass of a window, when no microbatch is bound to the base. A
@@ -212,7 +212,7 @@ class Executor:
         unfinished global batches are dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
-            self._inherit(program)
+            self._continue_microbatches(program)
             self._timer.begin_window()
             self.weights.begin_window()
             self.activations.reserve(max_rows_in_flight(program, self.worker))
@@ -221,21 +221,23 @@ class Executor:
             self.agreement.begin_window(program)
             self._program, self._fetch = program, fetch
             actions = program.devices[self.worker]
-            self._trained = frozenset(one.microbatch for one in actions if isinstance(one, Forward))
+            self._trained_microbatches = frozenset(
+                one.microbatch for one in actions if isinstance(one, Forward)
+            )
             yield from self._run_actions(actions, StopRequest(stop), overdue)
             yield from self._guard_memory(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
             if not self.agreement.shortage:
                 self.unfinished = unfinished_work(program)
 
-    def _inherit(self, program: Program) -> None:
+    def _continue_microbatches(self, program: Program) -> None:
         """Give the microbatches that the last window left unfinished their indices in this Program. If the
         Program continues none of them, drop them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: in_flight for old, in_flight in self._in_flight.items()}
-            self.activations.inherit(numbers)
-            self.passes.inherit(numbers)
+            self.activations.renumber_microbatches(numbers)
+            self.passes.renumber_microbatches(numbers)
         elif self.unfinished.batches or (self.part.layout.is_pipeline and self._is_busy()):
             self._in_flight.clear()
             self.activations.forget()
@@ -310,7 +312,7 @@ class Executor:
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._sample_keys.clear()
-        self._next = None
+        self._next_microbatch = None
         self.activations.forget()
         self.passes.abandon()
         self.overlapped.forget()
@@ -331,7 +333,7 @@ class Executor:
             case Recv(number, stage):
                 input_TD = self.agreement.receive(action)
                 self.activations.store_input(
-                    StageVisit(number, stage), input_TD, has_backward=number in self._trained
+                    StageVisit(number, stage), input_TD, has_backward=number in self._trained_microbatches
                 )
             case Send(number, stage, what):
                 self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
@@ -516,8 +518,8 @@ class Executor:
                 training = kind is Forward
                 if training and not self._in_flight:
                     self.passes.begin_round()
-                if training and self._next is not None and self._next[0] == plan:
-                    device_microbatch = self._next[1]
+                if training and self._next_microbatch is not None and self._next_microbatch[0] == plan:
+                    device_microbatch = self._next_microbatch[1]
                 else:
                     device_microbatch = self._to_device_microbatch(plan, kind)
                 timed = TimedPass(plan, training)
@@ -549,15 +551,15 @@ class Executor:
     def _prepare_next(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
         wait."""
-        self._next = None
+        self._next_microbatch = None
         if (
             self.adapted.stream is not None
-            and number + 1 in self._trained
+            and number + 1 in self._trained_microbatches
             and number + 1 not in self._in_flight
         ):
             plan = self.agreement.without_failed_jobs(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, self._to_device_microbatch(plan, Forward)
+                self._next_microbatch = plan, self._to_device_microbatch(plan, Forward)
 
     def _check_program(self, program: Program) -> None:
         """Raise PlanError if this executor's layout cannot run the Program."""

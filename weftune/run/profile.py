@@ -39,7 +39,7 @@ from weftune.plan.program.program import (
 )
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory, Passed
-from weftune.run.measure.memory import peak_bytes, release, reset_peak, resident_bytes
+from weftune.run.measure.memory import peak_bytes, release_cached_memory, reset_peak, resident_bytes
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
@@ -168,7 +168,7 @@ class _Peaks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        release(device)
+        release_cached_memory(device)
         self._counts = reset_peak(device)
         self._before = resident_bytes(device)
         self._highest = 0

@@ -112,7 +112,7 @@ class ResidentAdapters:
         """Return this worker's sums over a job's open global batch. Waits for the device."""
         return batch_sums(training)
 
-    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
+    def make_step(self, request: StepRequest, sums: BatchSums) -> Outcome:
         """Make an optimizer step from the batch's sums over all workers, and return its outcome."""
         outcome = make_step_from_sums(request, sums)
         if self._shards is not None:

@@ -191,7 +191,7 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
     Call().of(choices(Clock(), tmp_path))
     compiler, call, clock = Compiler(), Call(), Clock()
     made = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, compiler)
-    made.forced = ProductPlan.wide
+    made.forced_plan = ProductPlan.wide
     assert Call().of(made, (ProductPlan.fused, ProductPlan.fused_beside)) is ProductPlan.wide
     made.compile_ahead([call.trial()])
     assert compiler.asked == [(call.trial(), ProductPlan.wide)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weftune.ops.dropout import kept_TK
+from weftune.ops.dropout import keep_mask_TK
 from weftune.ops.lora.routes import Block, Blocks, Route, _zero_outside, add_lora
 from weftune.ops.lora.table import LowRank
 
@@ -124,7 +124,7 @@ def test_totals_add_up_over_passes_in_their_own_dtype(route):
 def test_the_reference_is_the_formula_with_scale_and_dropout():
     x, y, blocks = case([3], [6], [0.5], gap=2)
     (one,) = blocks.blocks
-    kept = kept_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
+    kept = keep_mask_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
     expected = y.clone()
     expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.adapter.a_RK.T) @ one.adapter.b_RN
     torch.testing.assert_close(add_lora(x, y, blocks, Route.reference).detach(), expected)

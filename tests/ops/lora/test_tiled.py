@@ -132,7 +132,7 @@ def test_masks_are_those_of_the_reference_bit_for_bit():
     """With A the identity and B its twin, what comes back through y is the mask itself."""
     case = Case([Job(50, rank=32, dropout=0.3)], features=32, widths=(32,), gap=2, seed=5)
     case = case.reading_the_mask()
-    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:52], 32, 0.3)
+    kept = dropout.keep_mask_TK(case.site_key(0, 0), case.token_index[2:52], 32, 0.3)
     assert torch.equal(run(case)["y"][2:52] != 0, kept)
 
 

@@ -253,7 +253,7 @@ def test_a_call_counts_its_parts_ranks_slots_and_blocks():
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
     assert use.plan is ProductPlan.wide
-    assert (use.sites, use.bands, use.has_large) == (3, 1, False)
+    assert (use.sites, use.bands, use.has_large_ranks) == (3, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
     group, rows = group_of(rank, (100, 128)), Rows.empty(64, 5, CPU)
     use = SiteCall(group, rows, True, choose_tiling(rows, group, 64, HALF))
     assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
-    assert use.has_large == large
+    assert use.has_large_ranks == large
     assert (
         use.tiling.down.parts_per_program,
         use.tiling.da.parts_per_program,

@@ -78,7 +78,7 @@ class ScoredJobs:
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
         found = build_membership(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
-        with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
+        with self.adapted.banks.bind(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
@@ -91,7 +91,7 @@ class ScoredJobs:
     def gathered(self, feed: GraphInputs, microbatch: Microbatch) -> dict[str, Tensor]:
         """What a captured pass with these inputs would compute."""
         feed.fill(to_device_microbatch(microbatch, microbatch.rows, bench.CPU))
-        with self.adapted.banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
+        with self.adapted.banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             return self._passed(self.base.hidden(feed.microbatch, with_lengths(feed, microbatch)), microbatch)
 
     def _passed(self, h_TD: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:

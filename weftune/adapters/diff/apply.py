@@ -26,7 +26,7 @@ from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
-from weftune.ops.dropout import key
+from weftune.ops.dropout import mask_key
 from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned_values
 
 ALPHA_START = 5.0
@@ -51,7 +51,7 @@ class Diff(PlainKind):
 
     def _draw_gates(self, at: JobAt) -> DrawnGates:
         def own(tensor_name: str) -> int:
-            return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
+            return mask_key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
         return DrawnGates(own(ALPHA), own(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any())

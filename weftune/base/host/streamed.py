@@ -31,10 +31,10 @@ from weftune.base.host.source import (
     map_weights,
 )
 from weftune.base.load import load_plain, wrap_load_errors
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.quant.read import weights_by_part
-from weftune.base.shape import model_shape, site_modules, values
+from weftune.base.shape import model_shape, parameter_count, site_modules
 from weftune.base.shards import (
     ModelShard,
     StoredWeights,
@@ -225,7 +225,7 @@ def streamed_base(
     if shard is not None:
         return StreamedBase(shard_base(model, spec, device, shard, local_layers), part, sources, arena)
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     isolate_samples(model)
     kept = {piece.name: (piece, sources[stage]) for stage, found in pieces.items() for piece in found}
 
@@ -348,7 +348,7 @@ def make_stage_view(base: Base, layer_range: LayerRange) -> Base:
     own = site_modules(model)
     sites = tuple(site for site in base.shape.sites if site.name in own)
     layers = layer_range.stop - layer_range.start
-    shape = replace(base.shape, layers=layers, parameters=values(model), sites=sites)
+    shape = replace(base.shape, layers=layers, parameters=parameter_count(model), sites=sites)
     return replace(base, model=model, shape=shape, local_layers=layer_range, all_sites=base.whole_sites)
 
 

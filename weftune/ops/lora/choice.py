@@ -132,9 +132,9 @@ class Choices:
         self._capturing = is_capturing
         self._compile = compile
         self.pinned = pinned
-        self.forced: ProductPlan | None = None
+        self.forced_plan: ProductPlan | None = None
         """Product plan that every linear uses without a trial, for benchmarks. None runs trials."""
-        self._compiled: set[PlanTrial] = set()
+        self._compiled_trials: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 
     @property
@@ -147,11 +147,11 @@ class Choices:
 
         Errors are suppressed: they are raised again by the pass that launches the kernel.
         """
-        new = {trial for trial in trials if len(trial.plans) > 1} - self._compiled - self._plans.keys()
+        new = {trial for trial in trials if len(trial.plans) > 1} - self._compiled_trials - self._plans.keys()
         if self._file is None or self._compile is None or not new or self._capturing():
             return
-        self._compiled |= new
-        known = {} if self.pinned or self.forced else self._file.read()
+        self._compiled_trials |= new
+        known = {} if self.pinned or self.forced_plan else self._file.read()
         pending = [
             (trial, plan)
             for trial in new
@@ -170,8 +170,8 @@ class Choices:
         torch.cuda.empty_cache()
 
     def _eligible_plans(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
-        if self.forced is not None:
-            return (self.forced,)
+        if self.forced_plan is not None:
+            return (self.forced_plan,)
         return plans[:1] if self.pinned else plans
 
     def plan(
@@ -185,8 +185,8 @@ class Choices:
     ) -> ProductPlan:
         """Return the product plan with which a linear is computed: the fastest of `plans` in a trial, or the
         first of them if no trial is possible."""
-        if self.forced is not None:
-            return self.forced
+        if self.forced_plan is not None:
+            return self.forced_plan
         if self._file is None or self.pinned or len(plans) == 1:
             return plans[0]
         trial = PlanTrial.for_linears(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)

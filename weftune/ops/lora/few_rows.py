@@ -60,7 +60,7 @@ def few_rows_linear(
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         y_TN = x_TK.new_empty(operands.shape)
         frozen_TN = operands.unscaled_product(0, y_TN.shape[1])
-        with nullcontext() if side_stream is None else side_stream.done():
+        with nullcontext() if side_stream is None else side_stream.concurrent_work():
             _write_shares(x_TK, partial_PCTR, group, rows)
         columns = span_columns(group, len(rows.tiles_G3))
         kernels.few_rows.up_shares[(_count_spans(group, columns), len(rows.tiles_G3))](

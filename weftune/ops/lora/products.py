@@ -180,7 +180,7 @@ def _fused_product(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     target = s_TPR.new_empty(operands.shape)
-    if call.has_large:
+    if call.has_large_ranks:
         (large_dx if backward else large_y)(s_TPR, target, call)
     left, right = operands.left_TM, operands.right_LM
     turned = right.stride(1) == 1
@@ -216,7 +216,7 @@ def _fused_product(
         D=blocks.inner,
         ROUGH=blocks.products_per_sum,
         GROUP=blocks.group,
-        LARGE=call.has_large,
+        LARGE=call.has_large_ranks,
         DROPS=backward and call.has_dropout,
         **call.constants(target, blocks),
     )

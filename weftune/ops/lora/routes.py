@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.accumulate import accumulate_gradient
-from weftune.ops.dropout import kept_TK
+from weftune.ops.dropout import keep_mask_TK
 from weftune.ops.lora.table import LowRank
 
 
@@ -39,7 +39,7 @@ class Block:
     stop: int
     adapter: LowRank
     key: int
-    """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
+    """Key of the dropout mask: `ops.dropout.mask_key` of the job's seed, the step and the site."""
     first_feature: int = 0
     """Index of the first column of x among the inputs of the whole linear. It is not 0 on a shard that has
     later inputs."""
@@ -65,7 +65,7 @@ class Blocks:
         if dropout == 0.0:
             return None
         index_T = self.token_index_T[block.rows]
-        return kept_TK(block.key, index_T, features, dropout, block.first_feature)
+        return keep_mask_TK(block.key, index_T, features, dropout, block.first_feature)
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import copy_to
-from weftune.ops.dropout import threshold, to_signed
+from weftune.ops.dropout import keep_threshold, to_signed
 from weftune.ops.lora.rows import split_buffer, word_count
 
 ALIGNMENT = 16
@@ -139,7 +139,7 @@ class SlotTable:
             addresses = entry.addresses
             assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
             factor_PS2[bands, slot] = entry.factor, entry.scale
-            threshold_PS[bands, slot] = threshold(entry.dropout)
+            threshold_PS[bands, slot] = keep_threshold(entry.dropout)
             for band in range(required_bands(entry.rank)):
                 part = band * len(entries) + site
                 rank_PS[part, slot] = min(BAND, entry.rank - band * BAND)

@@ -262,7 +262,7 @@ def _low_rank_backward(
     aside = SideStream(x_TK.device)
     # The product is launched first: work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = product(dy_TN, weight, ds_TPR, call)
-    with aside.done():
+    with aside.concurrent_work():
         db(dy_TN, s_TPR, partial_db_QLN, call)
         da(x_TK, ds_TPR, partial_da_QPRK, call)
         add_gradients(partial_da_QPRK, partial_db_QLN, call)

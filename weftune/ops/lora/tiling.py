@@ -160,7 +160,7 @@ class SiteCall:
         return rank_block(self.group.rank)
 
     @property
-    def has_large(self) -> bool:
+    def has_large_ranks(self) -> bool:
         """Whether a job may have a large rank, which exceeds the registers of a fused product."""
         return self.group.rank > DIRECT_RANKS
 

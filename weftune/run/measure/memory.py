@@ -77,7 +77,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def release(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Return memory that is cached but not in use to the device or, on a CPU, to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -53,7 +53,7 @@ class AdaptedBase:
                 groups,
                 base.whole_sites,
                 embedding,
-                base.tied,
+                base.is_tied,
                 tiled=self.route is Route.tiled,
                 sum_over_shards=None if team is None else team.sum_over_shards,
             )
@@ -66,9 +66,9 @@ class AdaptedBase:
         return self.layers is not None and bool(self.layers.modules)
 
     @property
-    def capturable(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether passes can be captured as CUDA graphs."""
-        return self.layers is not None and self.layers.capturable
+        return self.layers is not None and self.layers.can_capture
 
     def restore_base(self) -> None:
         """Remove all adapters and fused layers from the base."""

@@ -188,7 +188,7 @@ class GraphInputs:
         self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
         self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._tokens_T)
-        self._held: DeviceMicrobatch | None = None
+        self._filled_from: DeviceMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
         self.gathering = Gathering(key.gathered, key.longest, banks, device)
         self.microbatch = Microbatch(
@@ -218,7 +218,7 @@ class GraphInputs:
     def copy(self, device_microbatch: DeviceMicrobatch, membership: Membership) -> None:
         """Copy a microbatch from the device into the tensors, unless they still contain it from the previous
         stage."""
-        if self._held is device_microbatch:
+        if self._filled_from is device_microbatch:
             return
         assert membership.rows is not None
         boundaries_B = membership.pack.boundaries
@@ -227,4 +227,4 @@ class GraphInputs:
         self._tokens_T.copy_(device_microbatch.microbatch.tokens_T)
         self._positions_T.copy_(device_microbatch.microbatch.positions_T)
         self.rows.buffer.copy_(membership.rows.buffer)
-        self._held = device_microbatch
+        self._filled_from = device_microbatch

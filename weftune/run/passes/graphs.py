@@ -28,7 +28,7 @@ from weftune.core.clock import Phase, phase
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Program
-from weftune.run.measure.memory import release
+from weftune.run.measure.memory import release_cached_memory
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, make_graph_key
@@ -56,11 +56,11 @@ class CapturedPasses:
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(captures_early)
         self._clock = DeviceClock(adapted.base.device)
-        self._timed: dict[StageVisit, WatchedPass] = {}
+        self._watched_passes: dict[StageVisit, WatchedPass] = {}
         self._banks = adapted.banks
         self._captures = 0
         self._recompute = NOTHING
-        self._seen: set[tuple[GraphKey, int]] = set()
+        self._seen_keys: set[tuple[GraphKey, int]] = set()
         self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
         """Memory pools of the graphs, one for each instance."""
@@ -94,8 +94,8 @@ class CapturedPasses:
             return self._plain.forward(visit, in_flight, input_TD, keep)
         context = self.adapted.base.shape.context
         key = make_graph_key(in_flight.device_microbatch, self._banks, self._recompute, context)
-        is_new = (key, visit.stage) not in self._seen
-        self._seen.add((key, visit.stage))
+        is_new = (key, visit.stage) not in self._seen_keys
+        self._seen_keys.add((key, visit.stage))
         before = self._captures
         place = None if is_new else self._find_or_capture(visit.stage, key, in_flight.device_microbatch)
         began = self._clock.mark()
@@ -105,9 +105,11 @@ class CapturedPasses:
             self._replayed[visit] = place
             h_TD = self._graphs[place].forward(in_flight.device_microbatch, input_TD)
         if not is_new:
-            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, is_replayed=place is not None)
+            self._watched_passes[visit] = WatchedPass(
+                (key, visit.stage), key.rows, is_replayed=place is not None
+            )
             self._record_span(visit, began)
-        in_flight.pass_times.settled &= not is_new and self._captures == before
+        in_flight.pass_times.is_typical &= not is_new and self._captures == before
         return h_TD
 
     def backward(
@@ -119,28 +121,28 @@ class CapturedPasses:
             dinput_TD = self._plain.backward(visit, in_flight, input_TD, dh_TD)
         else:
             dinput_TD = self._graphs[place].backward(dh_TD)
-        if visit in self._timed:
+        if visit in self._watched_passes:
             self._record_span(visit, began)
-            self._payback.watch(self._timed.pop(visit))
+            self._payback.watch(self._watched_passes.pop(visit))
         return dinput_TD
 
     def _record_span(self, visit: StageVisit, start: Moment) -> None:
-        self._timed[visit].spans.append(DeviceSpan(start, self._clock.mark()))
+        self._watched_passes[visit].spans.append(DeviceSpan(start, self._clock.mark()))
 
     def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
         return self._plain.evaluate(visit, in_flight, input_TD)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
         old index to the new one. Each microbatch keeps its graph and its instance."""
-        self._plain.inherit(numbers)
+        self._plain.renumber_microbatches(numbers)
         self._replayed = renumber_visits(self._replayed, numbers)
-        self._timed = renumber_visits(self._timed, numbers)
+        self._watched_passes = renumber_visits(self._watched_passes, numbers)
 
     def abandon(self) -> None:
         self._plain.abandon()
         self._replayed.clear()
-        self._timed.clear()
+        self._watched_passes.clear()
         self._graphs.clear()
         self._pools.clear()
 
@@ -180,12 +182,12 @@ class Graph:
         """Capture the pass. `device_microbatch` is any microbatch that has this key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        shape = (0 if base.first else key.rows, base.shape.hidden)
+        shape = (0 if base.is_first else key.rows, base.shape.hidden)
         self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
-        self._hands_on, self._takes = not base.last, not base.first
+        self._hands_on, self._takes = not base.is_last, not base.is_first
         """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
-        with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
+        with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered:
                 self._run_uncaptured(base, device_microbatch)
             with capture_graph(self._forward, pool, stream):
@@ -280,7 +282,7 @@ class GraphPool:
 
     def capture(self, work: Work) -> Work:
         # The allocator releases nothing during a capture.
-        release(self._device)
+        release_cached_memory(self._device)
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
@@ -300,4 +302,4 @@ class GraphPool:
     def clear(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self.held_bytes = 0
-        release(self._device)
+        release_cached_memory(self._device)

@@ -67,7 +67,7 @@ class Layers:
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
-        self._norms = base.last
+        self._norms = base.is_last
         """Whether this worker also holds the final norm of the model."""
         self.fused: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
@@ -78,7 +78,7 @@ class Layers:
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
-        self.capturable = served and not self.mixes and (team is None or team.is_capturable)
+        self.can_capture = served and not self.mixes and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
         them."""
 
@@ -155,21 +155,26 @@ class FusedLayer:
         self._rule = Rule(attention.scaling, window, None)
         names = (*facts.norms, *(facts.head_norms or ()))
         norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
-        self._before_attention, self._before_mlp = norms[facts.before_attention], norms[facts.before_mlp]
-        self._after_attention = norms[facts.after_attention] if facts.after_attention else None
-        self._after_mlp = norms[facts.after_mlp] if facts.after_mlp else None
+        self._before_attention, self._before_mlp = (
+            norms[facts.norm_before_attention],
+            norms[facts.norm_before_mlp],
+        )
+        self._after_attention = norms[facts.norm_after_attention] if facts.norm_after_attention else None
+        self._after_mlp = norms[facts.norm_after_mlp] if facts.norm_after_mlp else None
         self._head_norms = [norms[name] for name in facts.head_norms or ()]
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
         self._sum_over_shards = layers.sum_over_shards
         adds = self._sum_over_shards is None
         self._o = banks.linear(
-            f"{path}.{facts.output_projection}", adds_residual=adds and facts.after_attention is None
+            f"{path}.{facts.output_projection}", adds_residual=adds and facts.norm_after_attention is None
         )
         self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
         if not layers.mixes:
             self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-            self._down = banks.linear(f"{path}.{facts.down}", adds_residual=adds and facts.after_mlp is None)
+            self._down = banks.linear(
+                f"{path}.{facts.down}", adds_residual=adds and facts.norm_after_mlp is None
+            )
 
     def __call__(
         self,
@@ -222,7 +227,7 @@ class FusedLayer:
         keep = Keep(
             self._index,
             keeps_all=not self._is_recomputed,
-            attention=recompute.keeps_attention,
+            keeps_attention=recompute.keeps_attention,
             host=layers.host if self._index < recompute.offloaded_layers else None,
         )
         parts = TiledParts(

@@ -78,7 +78,7 @@ class PlainPasses:
         """Return the stage's output, computed without dropout and without gradients."""
         return self._make_pass(visit, in_flight, input_TD).forward(training=False)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
         old index to the new one."""
         self.open = renumber_visits(self.open, numbers)
@@ -143,7 +143,7 @@ class Plain:
 
     def _bind_adapters(self, training: bool) -> AbstractContextManager[None]:
         microbatch, rows = self._laid.microbatch, self._membership.rows
-        return self._banks.bound(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
+        return self._banks.bind(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
 
     @property
     def dinput_TD(self) -> Tensor:

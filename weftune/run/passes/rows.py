@@ -59,17 +59,17 @@ def to_device_microbatch(
     microbatch: Microbatch, rows: int, device: torch.device, context: int = 0
 ) -> DeviceMicrobatch:
     """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
-    sample of a microbatch may be padded to at most `context` rows (see `padded`)."""
+    sample of a microbatch may be padded to at most `context` rows (see `pad_microbatch`)."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
-    full = padded(microbatch, rows, context)
+    full = pad_microbatch(microbatch, rows, context)
     return DeviceMicrobatch(
         full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections, rows_S.numpy()
     )
 
 
-def padded(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
+def pad_microbatch(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
     """Return the microbatch padded to `rows` rows with additional samples, which are no longer than its
     longest sample. If it has only one sample, that sample is itself padded, up to `context` rows: no row
     attends to a later one, and the attention of a single sample has faster kernels."""
@@ -178,7 +178,7 @@ class TimedPass:
 
     plan: MicrobatchPlan
     training: bool
-    settled: bool = True
+    is_typical: bool = True
     """Whether the time of the pass is typical. False if kernels were compiled or a graph was captured during
     the pass."""
     forward: list[DeviceSpan] = field(default_factory=list)

@@ -23,7 +23,7 @@ from weftune.core.shapes import SCORE
 from weftune.core.weights import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead, mean_metrics
 from weftune.objectives.sft import SFT
-from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
+from weftune.ops.logprobs import range_counts, range_sums, target_logprobs
 from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
@@ -181,8 +181,8 @@ class Scorer:
         edges = [0, *device_microbatch.sections, len(logprobs_S)]
         lengths = [stop - start for start, stop in pairwise(edges)]
         counts = torch.tensor([supervised(segment) for segment in segments], dtype=logprobs_S.dtype)
-        losses_J = -run_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
-        correct_J = run_counts(correct_S, lengths)
+        losses_J = -range_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
+        correct_J = range_counts(correct_S, lengths)
         none: list[Tensor | None] = [None] * len(segments)
         return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
 
@@ -215,7 +215,7 @@ class Scorer:
         """Return, for each segment, the sum of the log-probabilities of each sample's supervised tokens."""
         logprobs_S, _ = self._logprobs(h_TD, device_microbatch)
         spans = list(pairwise([0, *accumulate(device_microbatch.microbatch.sample_lengths)]))
-        sums = run_sums(
+        sums = range_sums(
             logprobs_S.double(), [device_microbatch.count_supervised(*span) for span in spans]
         ).tolist()
         return [
@@ -249,7 +249,7 @@ class Scorer:
             f"{job} has no reference scores"
         )
         scores = scored_segment.scores
-        if needs.mismatched:
+        if needs.mismatched_samples:
             # Those of a batch were scored after the step before it.
             step = scored_segment.segment.step - (purpose == "batch")
             scores = replace(scores, kl=self._kl_term(job, purpose, step))

@@ -88,7 +88,7 @@ class StageGraphs:
 
     def find_or_capture(self, kind: VisitKind, stage: int, in_flight: InFlight) -> StageGraph | None:
         """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
-        pass that compiles or captures is marked as not typical (`TimedPass.settled`)."""
+        pass that compiles or captures is marked as not typical (`TimedPass.is_typical`)."""
         device_microbatch, visit = in_flight.device_microbatch, (kind, stage)
         key = make_graph_key(device_microbatch, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(device_microbatch.microbatch):
@@ -101,12 +101,12 @@ class StageGraphs:
             known.first_rounds.setdefault(visit, self._round) == self._round
             or self._plain_round == self._round
         ):
-            in_flight.pass_times.settled = False
+            in_flight.pass_times.is_typical = False
             self.free_memory()
             return None
         if (graph := known.graphs.get(visit)) is not None:
             return graph
-        in_flight.pass_times.settled = False
+        in_flight.pass_times.is_typical = False
         return self._capture(key, known, visit)
 
     def free_memory(self) -> None:
@@ -170,12 +170,12 @@ class StageGraph:
         self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._input_TD: Tensor | None = None
-        self._made_TD: Tensor | None = None
+        self._output_TD: Tensor | None = None
         """Output of the forward while forward and backward are captured. None during replays."""
         if kind is VisitKind.turn:
             self._forward, self._backward = (
-                pool.capture(self._forward_turn),
-                pool.capture(self._backward_turn),
+                pool.capture(self._last_stage_forward),
+                pool.capture(self._backward_from_output),
             )
         else:
             self._forward = self._backward = pool.capture(
@@ -217,32 +217,32 @@ class StageGraph:
 
     def _recompute_backward(self) -> None:
         self._keep_forward()
-        self._backward_turn()
+        self._backward_from_output()
 
-    def _forward_turn(self) -> None:
+    def _last_stage_forward(self) -> None:
         self._dh_TD.copy_(self._keep_forward().detach())
 
     def _keep_forward(self) -> Tensor:
         self._input_TD = self._h_TD.detach().requires_grad_()
-        self._made_TD = self._hidden_states(self._input_TD)
-        return self._made_TD
+        self._output_TD = self._hidden_states(self._input_TD)
+        return self._output_TD
 
-    def _backward_turn(self) -> None:
-        made_TD, input_TD = self._made_TD, self._input_TD
-        self._made_TD = self._input_TD = None
-        assert made_TD is not None
+    def _backward_from_output(self) -> None:
+        output_TD, input_TD = self._output_TD, self._input_TD
+        self._output_TD = self._input_TD = None
+        assert output_TD is not None
         assert input_TD is not None
-        if made_TD.requires_grad:
-            with self._banks.bound(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
-                made_TD.backward(self._dh_TD)
-        if not self._base.first:
+        if output_TD.requires_grad:
+            with self._banks.bind(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
+                output_TD.backward(self._dh_TD)
+        if not self._base.is_first:
             assert input_TD.grad is not None
             self._dh_TD.copy_(input_TD.grad)
 
     def _hidden_states(self, input_TD: Tensor) -> Tensor:
         feed = self._inputs
-        with self._banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
-            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.first else input_TD)
+        with self._banks.bind(feed.microbatch, Route.tiled, True, feed.rows):
+            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.is_first else input_TD)
 
 
 class CapturedVisits:
@@ -296,7 +296,7 @@ class CapturedVisits:
         self.graphs.free_memory()
         return self._plain.evaluate(visit, in_flight, input_TD)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"
 
     def abandon(self) -> None:

@@ -73,7 +73,7 @@ class StepRun:
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
-    arrived: tuple[torch.cuda.Event, ...] = ()
+    arrival_events: tuple[torch.cuda.Event, ...] = ()
     """Events after which all gradients are on the host, if they are copied to it."""
     _values_JV: Tensor | None = None
     """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host

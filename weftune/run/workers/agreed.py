@@ -294,7 +294,7 @@ class Agreed:
         sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
         reason = find_step_problem(training, sums)
         self._announce_decision(batch_index, DEAD if reason else sums.norm)
-        outcome = reason or self._adapters.make(StepRequest(training, batch.supervised_tokens), sums)
+        outcome = reason or self._adapters.make_step(StepRequest(training, batch.supervised_tokens), sums)
         if isinstance(outcome, str):
             self._adapters.kill(job)
             yield Failed(job, outcome)
@@ -316,7 +316,7 @@ class Agreed:
             self._adapters.kill(job)
             return
         request = StepRequest(self._roster.trainings[job], batch.supervised_tokens)
-        outcome = self._adapters.make(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
+        outcome = self._adapters.make_step(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
         if isinstance(outcome, str):
             self.report.failures[job] = outcome
             self._adapters.kill(job)
