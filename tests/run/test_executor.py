@@ -195,7 +195,7 @@ def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(bas
     by_name, passes = {job.name: job for job in jobs}, []
     base.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
-    events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
+    events = list(made.run(planned, fetch, is_overdue=lambda: len(passes) == 2))
     assert len(passes) == 2
     assert not any(isinstance(event, Stepped) for event in events)
     assert all((one.progress.step, one.open) == (0, None) for one in made.attached.values())

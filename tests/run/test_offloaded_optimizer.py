@@ -38,7 +38,7 @@ STATE = ("master", "exp_avg", "exp_avg_sq", "weights")
 
 
 def executor_of(layout=OFFLOADED, make=update, dtype=torch.float32, family="llama"):
-    return resident_executor(whole_base(family, dtype), part=layout.for_worker(0), make=make)
+    return resident_executor(whole_base(family, dtype), part=layout.for_worker(0), apply_updates=make)
 
 
 def pieces_of(monkeypatch, size):

@@ -49,7 +49,7 @@ class AttachedJob:
     slot: int
     weights: Tensor
     gradient: Tensor
-    read: Parameters
+    read_parameters: Parameters
     """Tensors on the device that passes read: the parameters in `weights`, and constants of the adapter's
     kind."""
     totals: Parameters
@@ -62,7 +62,7 @@ class AttachedJob:
     version: int
     """Version of the weights that passes read: the step that computed them, negative for a mean of several
     steps' weights, 0 without training."""
-    tiled: bool
+    is_tiled: bool
     """Whether the kernels of the tiled route compute all parts of the job's adapter."""
     gathers_rows: bool
     """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
@@ -79,7 +79,11 @@ class AttachedJob:
     @property
     def keys(self) -> int:
         """Number of prefix keys that the job inserts before every sample in every layer."""
-        return len(self.read[next(iter(self.prefix_sites.values())), KEYS]) if self.prefix_sites else 0
+        return (
+            len(self.read_parameters[next(iter(self.prefix_sites.values())), KEYS])
+            if self.prefix_sites
+            else 0
+        )
 
 
 class Banks:
@@ -186,12 +190,12 @@ class Banks:
             slot=slot,
             weights=weights,
             gradient=gradient,
-            read=views,
+            read_parameters=views,
             totals=totals,
             groups=(*linears, *at_experts),
             serial=self._attachments,
             version=0,
-            tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
+            is_tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
             gathers_rows=not inserted and not at_experts and kind.gathers(spec),
             has_tiled_linears=tiled_parts is not None,
             rows_before=before,
@@ -314,7 +318,7 @@ class Banks:
         if has_failed(OP):
             return False
         found = self._segments(microbatch)
-        return all(attached.tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
+        return all(attached.is_tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
 
     def is_decode_capturable(self, microbatch: Microbatch) -> bool:
         """Return whether a CUDA graph can run a decode step with this microbatch. The tiled kernels must
@@ -331,7 +335,7 @@ class Banks:
         to its last."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
-            if not attached.tiled:
+            if not attached.is_tiled:
                 first, _ = found.get(segment.job, (segment, attached))
                 found[segment.job] = replace(first, stop=segment.stop), attached
         return list(found.values())
@@ -459,9 +463,9 @@ class Banks:
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
-    def _embed_tokens(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, plain_forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
-        h, bound = plain(tokens), self._current.bound
+        h, bound = plain_forward(tokens), self._current.bound
         if bound is None:
             return h
         for segment, attached in self._segments(bound.microbatch):
@@ -496,8 +500,12 @@ class Banks:
         for _, attached in self._segments(bound.microbatch):
             if attached.keys:
                 site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
-                keys = accumulate_gradient(attached.read[site, KEYS], totals[site, KEYS], bound.anchor)
-                values = accumulate_gradient(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
+                keys = accumulate_gradient(
+                    attached.read_parameters[site, KEYS], totals[site, KEYS], bound.anchor
+                )
+                values = accumulate_gradient(
+                    attached.read_parameters[site, VALUES], totals[site, VALUES], bound.anchor
+                )
                 found.append((keys, values))
         return found
 

@@ -82,10 +82,10 @@ class SiteGroup:
         compute the whole linear."""
         return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
 
-    def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def forward(self, plain_forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute the group's only linear, with adapters if a pass is bound."""
         if self.current_pass.bound is None or not self.banks:
-            return plain(x)
+            return plain_forward(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
@@ -177,7 +177,7 @@ class ExpertGroup:
     banks: dict[str, ExpertBank] = field(default_factory=dict)
 
     def forward(
-        self, plain: Callable[..., Tensor], x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor
+        self, plain_forward: Callable[..., Tensor], x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor
     ) -> Tensor:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
@@ -199,9 +199,9 @@ class ExpertGroup:
                 else:
                     numbers_J = owner_T.new_full((len(jobs),), -1)
                 with suppress(KernelsFailed):
-                    return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
+                    return lora_experts(x_TD, experts_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
         if bound is None or not banks:
-            return plain(x_TD, chosen_Tk, weights_Tk)
+            return plain_forward(x_TD, experts_Tk, weights_Tk)
         gate_up, down = (
             ExpertSite(
                 self._stacked_weight(site),
@@ -210,7 +210,7 @@ class ExpertGroup:
             for site in self.sites
         )
         activation = cast(Callable[[Tensor], Tensor], self.module.act_fn)
-        return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
+        return experts_output(x_TD, experts_Tk, weights_Tk, gate_up, down, activation)
 
     def _stacked_weight(self, site: SiteShape) -> Tensor:
         return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))

@@ -38,7 +38,7 @@ class TiledBank:
         self._needs_copy = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
-        self._large: set[str] = set()
+        self._large_rank_jobs: set[str] = set()
         """Jobs whose rank is larger than DIRECT_RANKS, the limit of a single fused product."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -51,7 +51,7 @@ class TiledBank:
 
     def detach(self, job: str) -> None:
         slot, _ = self._parts.pop(job)
-        self._large.discard(job)
+        self._large_rank_jobs.discard(job)
         self._write_slot(slot, [None] * len(self.sites))
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
@@ -62,7 +62,7 @@ class TiledBank:
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
         if rank > DIRECT_RANKS:
-            self._large.add(job)
+            self._large_rank_jobs.add(job)
             self._large_rank = max(self._large_rank, rank)
         else:
             self._rank = max(self._rank, rank)
@@ -78,7 +78,7 @@ class TiledBank:
     @property
     def _rank_limit(self) -> int:
         """Upper limit of the rank of all attached jobs."""
-        return max(self._rank, self._large_rank) if self._large else self._rank
+        return max(self._rank, self._large_rank) if self._large_rank_jobs else self._rank
 
     @property
     def _band_count(self) -> int:

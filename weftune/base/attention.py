@@ -39,7 +39,7 @@ class Pack:
 
     lengths: tuple[int, ...]
     boundaries: Tensor
-    longest: int
+    max_length: int
     has_equal_lengths: bool = False
     """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
     is_separated: bool = False
@@ -308,7 +308,7 @@ def _insert_prefix_rows(x_ZGD: Tensor, prefix_PN: Tensor, indices: Tensor) -> Te
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     """Return the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
-        unlimited = rule.window is None or rule.window >= pack.longest
+        unlimited = rule.window is None or rule.window >= pack.max_length
         if pack.has_equal_lengths and unlimited:
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
         if not (pack.is_separated and unlimited):
@@ -446,7 +446,7 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
     """Return the attention, [T, H, D], of samples of equal length, computed as a batch of S samples of L
     rows."""
     q_SHLD, k_SGLD, v_SGLD = (
-        x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
+        x.unflatten(0, (-1, pack.max_length)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )
     out_SHLD = attend_within(q_SHLD, k_SGLD, v_SGLD, rule)
     return out_SHLD.transpose(1, 2).flatten(0, 1)
@@ -462,7 +462,7 @@ def attend_with_kernel(
 
     keys = key_pack or pack
     # The kernel's left window does not count the row itself. (-1, 0) is torch's notation for plain causal.
-    left = -1 if rule.window is None or rule.window >= keys.longest else rule.window - 1
+    left = -1 if rule.window is None or rule.window >= keys.max_length else rule.window - 1
     # torch 2.11 detects grouped heads itself; later versions need the argument.
     kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
     out_THD = kernel(
@@ -471,8 +471,8 @@ def attend_with_kernel(
         v_TGD,
         pack.boundaries,
         keys.boundaries,
-        pack.longest,
-        keys.longest,
+        pack.max_length,
+        keys.max_length,
         scale=rule.scale,
         window_size=(left, 0),
     )

@@ -33,9 +33,9 @@ class LayerKeys:
     gradients: tuple[Tensor, Tensor] | None = None
     """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 
-    def write(self, first: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        self.keys_LGD[first : first + len(k_TGD)] = k_TGD
-        self.values_LGD[first : first + len(v_TGD)] = v_TGD
+    def write(self, first_row: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        self.keys_LGD[first_row : first_row + len(k_TGD)] = k_TGD
+        self.values_LGD[first_row : first_row + len(v_TGD)] = v_TGD
 
     def read(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the keys and values of these rows as leaf tensors that require gradients."""

@@ -85,7 +85,7 @@ def local_folder(spec: BaseSpec) -> str | None:
         return None
     if not (path / CONFIG).is_file():
         raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
-    refuse_unsafe(path, spec.model)
+    refuse_unsafe_files(path, spec.model)
     return str(path)
 
 
@@ -128,7 +128,7 @@ def convert_command(model: str) -> str:
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
 
-def refuse_unsafe(folder: Path, name: str) -> None:
+def refuse_unsafe_files(folder: Path, name: str) -> None:
     """Raise BaseModelError if the only weights in a folder are pickles, or if it is an adapter folder. `name`
     is the folder's name in the message."""
     if (folder / ADAPTER_CONFIG).is_file():

@@ -182,7 +182,7 @@ class MixtureFacts:
     """A mixture-of-experts family with the attention of a dense family. Its layers run as in transformers."""
 
     attention: DecoderFacts
-    inner: str
+    inner_width_key: str
     """Config key of an expert's inner width."""
     stored_names: tuple[str, str, str]
     """Names of one expert's gate, up and down projections in weight files."""
@@ -204,7 +204,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
             },
             uses_biases=False,
         ),
-        inner="intermediate_size",
+        inner_width_key="intermediate_size",
         stored_names=("w1", "w3", "w2"),
         stored_mlp="block_sparse_moe",
     ),
@@ -226,7 +226,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
             },
             head_norms=HEAD_NORMS,
         ),
-        inner="moe_intermediate_size",
+        inner_width_key="moe_intermediate_size",
         stored_names=("gate_proj", "up_proj", "down_proj"),
     ),
 }

@@ -47,7 +47,7 @@ class Base:
     all_sites: tuple[SiteShape, ...] = ()
     """Sites (adaptable linears) of all stages, with the sizes of whole linears also where layers are sharded.
     Empty if the whole base is on this worker."""
-    stored: Callable[[str], Tensor | None] | None = None
+    read_stored: Callable[[str], Tensor | None] | None = None
     """Function from the name of a parameter to its whole value if it is streamed or divided among shards, and
     to None otherwise. The field is None if no parameter is streamed or divided."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
@@ -144,9 +144,9 @@ class Base:
         return read
 
     def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
-        """Return a parameter of a site (an adaptable linear) from `stored` if it is streamed or divided among
-        shards, otherwise `default`."""
-        stored = None if self.stored is None else self.stored(f"{site}.{name}")
+        """Return a parameter of a site (an adaptable linear) from `read_stored` if it is streamed or divided
+        among shards, otherwise `default`."""
+        stored = None if self.read_stored is None else self.read_stored(f"{site}.{name}")
         if stored is None and self.slices:
             raise BaseModelError(
                 f"{site}.{name} is divided among shards, and the files of {self.spec.model} hold it under "
@@ -162,7 +162,7 @@ class Base:
         the first stage computes the embeddings of the tokens instead."""
         assert (input_TD is None) == self.is_first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
-        assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
+        assert pack.max_length <= self.shape.context, "a sample is longer than the base has positions for"
         decoder = self.model.base_model
         output = decoder(
             input_ids=microbatch.tokens_T[None] if input_TD is None else None,

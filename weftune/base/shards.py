@@ -56,7 +56,7 @@ class _Sizes:
     heads: int
     key_heads: int
     head_width: int
-    inner: int
+    inner_width: int
     """Width of the feed-forward."""
 
 
@@ -166,14 +166,14 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
     """Raise BaseModelError if the layers of a base cannot be divided into `shards` shards."""
     config = load_config(spec, model_source(spec))
-    _refuse_config(config.text, spec.model, shards)
-    refuse_repeated_heads(config.quantisation, _read_sizes(config.text).key_heads, spec.model, shards)
+    _refuse_config(config.text_config, spec.model, shards)
+    refuse_repeated_heads(config.quantisation, _read_sizes(config.text_config).key_heads, spec.model, shards)
 
 
 def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
     refuse_family_on_shards(config.model_type, name)
     sizes = _read_sizes(config)
-    refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner, name, shards)
+    refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner_width, name, shards)
 
 
 def _read_sizes(config: PretrainedConfig) -> _Sizes:
@@ -182,7 +182,7 @@ def _read_sizes(config: PretrainedConfig) -> _Sizes:
         heads=heads,
         key_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        inner=config.intermediate_size,
+        inner_width=config.intermediate_size,
     )
 
 
@@ -308,7 +308,7 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
     width = sizes.head_width
     queries = _scale_range(team.part(sizes.heads), width)
     keys = _scale_range(_key_heads(sizes, team), width)
-    inner = team.part(sizes.inner)
+    inner = team.part(sizes.inner_width)
     if len(facts.qkv) == 1:
         first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
         together = (queries, _shift_range(keys, first_key), _shift_range(keys, first_value))
@@ -316,7 +316,7 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
     else:
         qkv = [SiteSlice((one,), cuts_inputs=False) for one in (queries, keys, keys)]
     if len(facts.gate_up) == 1:
-        gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner)), cuts_inputs=False)]
+        gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner_width)), cuts_inputs=False)]
     else:
         gate_up = [SiteSlice((inner,), cuts_inputs=False)] * 2
     return {

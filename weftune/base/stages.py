@@ -96,7 +96,7 @@ def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel
     if there are no safetensors files. Raise BaseModelError if the model cannot be cut into stages."""
     source = model_source(spec)
     config = load_config(spec, source)
-    refuse_unknown_family(config.text, spec.model)
+    refuse_unknown_family(config.text_config, spec.model)
     with wrap_load_errors(spec):
         files = weight_files(source, spec.revision)
         return empty_model(config, base_dtype(spec, device), files), files

@@ -192,7 +192,7 @@ def quantised_formats(
     """Return a dict from the path of each linear to quantise to its format. These are all linears in layers
     or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
-    if files is None or not chosen.stored:
+    if files is None or not chosen.is_stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
     names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
     return {

@@ -119,7 +119,7 @@ class Decoder:
         a single prompt is longer."""
         base = adapted_base.base
         self._adapted, self._base, self._max_prompt_rows = adapted_base, base, max_prompt_rows
-        if base.local_layers is not None or base.stored is not None:
+        if base.local_layers is not None or base.read_stored is not None:
             raise UserError(
                 "Text is generated on one device that holds the whole base; this run divides or streams it."
             )

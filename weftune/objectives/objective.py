@@ -54,7 +54,7 @@ class SampleScores:
     gradients. None unless `Needs.reference` is set."""
     values_B: Tensor | None = None
     """Output of the scalar head for each sample."""
-    desirable: tuple[bool, ...] = ()
+    is_desirable: tuple[bool, ...] = ()
     """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0
     """KL term: the mean log-probability of mismatched samples under the current policy minus that under the

@@ -204,11 +204,11 @@ class Executor:
         program: Program,
         fetch: Fetch,
         stop: Callable[[], bool] = lambda: False,
-        overdue: Callable[[], bool] = lambda: False,
+        is_overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
         """Run every action of the Program and yield events. Microbatches that the window leaves in flight are
         kept for the next window. After `stop` returns True, the run ends as soon as no global batch is
-        unfinished. If that takes too long, or if `overdue` returns True, the run ends immediately and
+        unfinished. If that takes too long, or if `is_overdue` returns True, the run ends immediately and
         unfinished global batches are dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
@@ -224,7 +224,7 @@ class Executor:
             self._trained_microbatches = frozenset(
                 one.microbatch for one in actions if isinstance(one, Forward)
             )
-            yield from self._run_actions(actions, StopRequest(stop), overdue)
+            yield from self._run_actions(actions, StopRequest(stop), is_overdue)
             yield from self._guard_memory(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
             if not self.agreement.shortage:
@@ -247,7 +247,7 @@ class Executor:
         self.unfinished = FINISHED
 
     def _run_actions(
-        self, actions: Sequence[Action], request: StopRequest, overdue: Callable[[], bool]
+        self, actions: Sequence[Action], request: StopRequest, is_overdue: Callable[[], bool]
     ) -> Iterator[Event]:
         for together, run in groupby(actions, lambda action: isinstance(action, Step)):
             if together:
@@ -261,7 +261,7 @@ class Executor:
                 begins = isinstance(action, ForwardPass | ForwardHalf)
                 if begins and request.is_pending() and not self._is_busy():
                     return
-                late = request.is_overdue() or overdue()
+                late = request.is_overdue() or is_overdue()
                 if late and isinstance(action, Compute | HalfPass) and not self.agreement.shortage:
                     yield from self._drop_unfinished()
                     if self.agreement.end_early():

@@ -64,7 +64,7 @@ class ProfileCase:
     samples: int
     length: int
     rank: int = RANKS[0]
-    supervised: float = 1.0
+    supervised_fraction: float = 1.0
     """Fraction of a sample's tokens that are supervised. The head is computed only for these."""
     training: bool = True
 
@@ -77,19 +77,19 @@ CASES = (
     ProfileCase(samples=1, length=64),
     ProfileCase(samples=4, length=64),
     ProfileCase(samples=1, length=256),
-    ProfileCase(samples=4, length=64, supervised=0.1),
-    ProfileCase(samples=16, length=32, supervised=0.5),
-    ProfileCase(samples=1, length=512, supervised=0.1),
-    ProfileCase(samples=8, length=128, supervised=0.25),
+    ProfileCase(samples=4, length=64, supervised_fraction=0.1),
+    ProfileCase(samples=16, length=32, supervised_fraction=0.5),
+    ProfileCase(samples=1, length=512, supervised_fraction=0.1),
+    ProfileCase(samples=8, length=128, supervised_fraction=0.25),
     ProfileCase(samples=8, length=128),
-    ProfileCase(jobs=4, samples=1, length=64, supervised=0.5),
-    ProfileCase(jobs=4, samples=4, length=32, supervised=0.1),
-    ProfileCase(samples=4, length=64, rank=RANKS[1], supervised=0.5),
-    ProfileCase(jobs=2, samples=4, length=64, rank=RANKS[1], supervised=0.1),
+    ProfileCase(jobs=4, samples=1, length=64, supervised_fraction=0.5),
+    ProfileCase(jobs=4, samples=4, length=32, supervised_fraction=0.1),
+    ProfileCase(samples=4, length=64, rank=RANKS[1], supervised_fraction=0.5),
+    ProfileCase(jobs=2, samples=4, length=64, rank=RANKS[1], supervised_fraction=0.1),
     ProfileCase(samples=1, length=64, training=False),
-    ProfileCase(samples=8, length=64, supervised=0.25, training=False),
-    ProfileCase(samples=1, length=512, supervised=0.25, training=False),
-    ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
+    ProfileCase(samples=8, length=64, supervised_fraction=0.25, training=False),
+    ProfileCase(samples=1, length=512, supervised_fraction=0.25, training=False),
+    ProfileCase(jobs=4, samples=1, length=64, supervised_fraction=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
 """Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
@@ -280,7 +280,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
 
 
 def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
-    supervised = max(1, int(case.supervised * (case.length - 1)))
+    supervised = max(1, int(case.supervised_fraction * (case.length - 1)))
     samples = tuple(
         PlacedSample(number, case.length, number * case.length, supervised) for number in range(case.samples)
     )

@@ -155,7 +155,7 @@ class Chosen:
     def __init__(self):
         self.asked = []
 
-    def plan(self, *given):
+    def choose_plan(self, *given):
         self.asked.append(given)
         return ProductPlan.wide_beside
 

@@ -94,8 +94,8 @@ def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(0.1)
     _, group, rows = attached(case, values(case))
     chosen = choose_tiling(rows, group, case.features, case.dtype)
-    assert chosen.split > 1
-    assert chosen.ds_split > 1
+    assert chosen.down_splits > 1
+    assert chosen.ds_splits > 1
     close(run(case, plan=ProductPlan.wide_beside), truth(case))
 
 

@@ -313,7 +313,7 @@ class Always:
     def __init__(self, plan):
         self.chosen = plan
 
-    def plan(self, *_):
+    def choose_plan(self, *_):
         return self.chosen
 
 

@@ -33,7 +33,7 @@ def advance(training, steps=1):
         gradient = torch.randn(training.master.shape, generator=generator, dtype=torch.float64)
         training.gradient.copy_(gradient)
         training.open = OpenBatch(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 7)
-        begin_steps([StepRequest(training, supervised=6)]).outcomes()
+        begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
 
 
 def same(first, second):

@@ -35,7 +35,7 @@ def training():
 def step(training):
     training.gradient.normal_()
     training.open = OpenBatch(torch.ones((), device=GPU), torch.ones((), device=GPU, dtype=torch.long), 7)
-    return begin_steps([StepRequest(training, supervised=6)])
+    return begin_steps([StepRequest(training, supervised_tokens=6)])
 
 
 def test_a_snapshot_is_the_state_when_it_was_taken_though_the_next_steps_follow_at_once(training):

@@ -46,7 +46,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
         optimizer.step()
         scheduler.step()
         open_batch(training, gradient)
-        (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+        (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
         assert outcome.learning_rate == pytest.approx(rate, rel=1e-12)
         assert outcome.grad_norm == pytest.approx(size, rel=1e-12)
         assert (outcome.loss, outcome.token_accuracy, outcome.tokens) == (1.5, 0.5, 20)
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, wei
     training = executors.job_training(base, executors.prepare(base, "a"))
     training.master[3] += weights
     open_batch(training, torch.full_like(training.master, gradient), loss)
-    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
     assert isinstance(outcome, str)
     assert outcome.startswith(sentence)
     assert training.progress.step == 0
@@ -98,9 +98,9 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypat
         return trainings
 
     by_host, by_device = opened(), opened()
-    want = begin_steps([StepRequest(training, supervised=6) for training in by_host]).outcomes()
+    want = begin_steps([StepRequest(training, supervised_tokens=6) for training in by_host]).outcomes()
     interpret(monkeypatch)
-    begun = begin_steps([StepRequest(training, supervised=6) for training in by_device])
+    begun = begin_steps([StepRequest(training, supervised_tokens=6) for training in by_device])
     assert all(training.open is None and training.progress.step == 0 for training in by_device)
     got = begun.outcomes()
     for one, other in zip(got[:2], want[:2], strict=True):

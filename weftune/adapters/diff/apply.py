@@ -50,11 +50,13 @@ class Diff(PlainKind):
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
     def _draw_gates(self, at: JobAt) -> DrawnGates:
-        def own(tensor_name: str) -> int:
+        def random_key(tensor_name: str) -> int:
             return mask_key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
-        return DrawnGates(own(ALPHA), own(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any())
+        return DrawnGates(
+            random_key(ALPHA), random_key(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any()
+        )
 
     def start(self, new: NewAdapter) -> None:
         for (_, name), value in new.parameters.items():

@@ -102,7 +102,7 @@ class QuantReader:
 
 def stored_format(name: str, stored: Collection[str]) -> Nf4:
     """Return the format of a matrix that bitsandbytes has quantised."""
-    return Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+    return Nf4(is_nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
 
 
 def stored_parts(

@@ -27,9 +27,9 @@ class Quantised:
     """Quantisation format of the weights of a base's layers."""
 
     quantize: Quantize
-    stored: bool = False
+    is_stored: bool = False
     """Whether the base's files hold the weights in this format."""
-    nested: bool = True
+    is_nested: bool = True
     """Whether the maxima of nf4 blocks are also quantised."""
 
 
@@ -72,7 +72,7 @@ def _stored_quantisation(values: Mapping[str, Any], model: str) -> Quantised:
             f"{model} has quantised weights ({kind} of bitsandbytes), of which Weftune reads nf4 only; "
             f"{REMEDY}."
         )
-    return Quantised("nf4", stored=True, nested=bool(values.get("bnb_4bit_use_double_quant")))
+    return Quantised("nf4", is_stored=True, is_nested=bool(values.get("bnb_4bit_use_double_quant")))
 
 
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:

@@ -93,7 +93,7 @@ class PlanTrial:
             drops=group.has_dropout,
             residual=residual,
             transposed=weight_NK.stride(0) < weight_NK.stride(1),
-            aligned=group.table.aligned,
+            aligned=group.table.is_aligned,
             has_codes=weight_NK.dtype is CODES,
         )
 
@@ -122,16 +122,16 @@ class Choices:
         file: ChoiceFile | None,
         is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         compile: Compile | None = None,
-        pinned: bool = False,
+        is_pinned: bool = False,
     ) -> None:
         """`measure` runs a trial, and `compile` compiles the kernels of a plan. `file` caches the measured
         plans. None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
-        If `pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
+        If `is_pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing
         self._compile = compile
-        self.pinned = pinned
+        self.is_pinned = is_pinned
         self.forced_plan: ProductPlan | None = None
         """Product plan that every linear uses without a trial, for benchmarks. None runs trials."""
         self._compiled_trials: set[PlanTrial] = set()
@@ -151,7 +151,7 @@ class Choices:
         if self._file is None or self._compile is None or not new or self._capturing():
             return
         self._compiled_trials |= new
-        known = {} if self.pinned or self.forced_plan else self._file.read()
+        known = {} if self.is_pinned or self.forced_plan else self._file.read()
         pending = [
             (trial, plan)
             for trial in new
@@ -172,9 +172,9 @@ class Choices:
     def _eligible_plans(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
         if self.forced_plan is not None:
             return (self.forced_plan,)
-        return plans[:1] if self.pinned else plans
+        return plans[:1] if self.is_pinned else plans
 
-    def plan(
+    def choose_plan(
         self,
         x_TK: Tensor,
         weight_NK: Tensor,
@@ -187,7 +187,7 @@ class Choices:
         first of them if no trial is possible."""
         if self.forced_plan is not None:
             return self.forced_plan
-        if self._file is None or self.pinned or len(plans) == 1:
+        if self._file is None or self.is_pinned or len(plans) == 1:
             return plans[0]
         trial = PlanTrial.for_linears(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)
         if trial not in self._plans:

@@ -132,7 +132,7 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
         "R": rank_block(group.rank),
         "M": rows.tile,
         "C": launch.columns,
-        "ALIGNMENT": ALIGNMENT if group.table.aligned else x_TK.element_size(),
+        "ALIGNMENT": ALIGNMENT if group.table.is_aligned else x_TK.element_size(),
         "PRECISION": precision(x_TK),
         "num_warps": launch.warps,
         "num_stages": launch.stages,

@@ -89,7 +89,7 @@ def lora_linear(
         # A decode step reads the weight once, and torch divides that among all multiprocessors.
         plan = ProductPlan.wide
     else:
-        plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
+        plan = choices.choose_plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     call = SiteCall(group, rows, training, tiling, plan, graph_only)
     _rehearse_tiles(x_TK, right, bias_N, residual_TN, call)

@@ -122,9 +122,9 @@ class Tiling:
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
-    split: int
+    down_splits: int
     """Number of programs over which the sum over the inputs is split when s is computed."""
-    ds_split: int
+    ds_splits: int
     """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
     reads_dy_once: bool
     """Whether one kernel computes ds and dB from a single read of dy."""
@@ -197,7 +197,7 @@ class SiteCall:
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
     def alignment(self, operand: Tensor) -> int:
-        return ALIGNMENT if self.group.table.aligned else operand.element_size()
+        return ALIGNMENT if self.group.table.is_aligned else operand.element_size()
 
     def constants(self, operand: Tensor, launch: KernelLaunch | ProductBlocks) -> dict[str, Any]:
         """Return the compile-time constants that all kernels need, for the dtype of `operand`."""
@@ -245,8 +245,8 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
         **launches,
         y=choose_product_blocks(count, group.columns, dtype, device),
         dx=replace(dx, programs=_balanced_program_count(dx, count, features)),
-        split=_split_count(programs // tiles, features, launches["down"]),
-        ds_split=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
+        down_splits=_split_count(programs // tiles, features, launches["down"]),
+        ds_splits=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
         reads_dy_once=group.rank <= ONE_READ_RANKS,
     )
 

@@ -69,8 +69,10 @@ def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 class Gathering:
     """Index tensors by which CUDA graphs select the rows of jobs. All graphs with the same key share them."""
 
-    def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
-        """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
+    def __init__(
+        self, jobs: Sequence[GatheredJob], max_length: int, banks: Banks, device: torch.device
+    ) -> None:
+        """Allocate the tensors for microbatches whose samples are no longer than `max_length`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
         """One segment per job, which names the job and has no position."""
@@ -84,7 +86,7 @@ class Gathering:
             if not one.keys
         }
         self._prefixed = [one for one in jobs if one.keys]
-        self._longest = longest + max((one.keys for one in jobs), default=0)
+        self._longest = max_length + max((one.keys for one in jobs), default=0)
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
@@ -156,12 +158,12 @@ class Gathering:
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     rows: int
-    longest: int
+    max_length: int
     samples: int
     has_equal_lengths: bool
     limits: tuple[object, ...]
     recompute: Recompute
-    gathered: tuple[GatheredJob, ...] = ()
+    gathered_jobs: tuple[GatheredJob, ...] = ()
 
 
 def make_graph_key(
@@ -171,12 +173,12 @@ def make_graph_key(
     even = len(set(lengths)) == 1
     return GraphKey(
         rows=device_microbatch.microbatch.rows,
-        longest=lengths[0] if even else longest_bucket(max(lengths), context),
+        max_length=lengths[0] if even else longest_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
         has_equal_lengths=even,
         limits=banks.limits(),
         recompute=recompute,
-        gathered=gathered_jobs(banks, device_microbatch.microbatch),
+        gathered_jobs=gathered_jobs(banks, device_microbatch.microbatch),
     )
 
 
@@ -190,7 +192,7 @@ class GraphInputs:
         self._positions_T = torch.zeros_like(self._tokens_T)
         self._filled_from: DeviceMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
-        self.gathering = Gathering(key.gathered, key.longest, banks, device)
+        self.gathering = Gathering(key.gathered_jobs, key.max_length, banks, device)
         self.microbatch = Microbatch(
             tokens_T=self._tokens_T,
             positions_T=self._positions_T,
@@ -201,7 +203,7 @@ class GraphInputs:
         )
         prefixes = self.gathering.prefixes
         self.pack = Pack(
-            (key.rows,), self._boundaries_B, key.longest, key.has_equal_lengths, prefixes=prefixes
+            (key.rows,), self._boundaries_B, key.max_length, key.has_equal_lengths, prefixes=prefixes
         )
 
     def fill(self, device_microbatch: DeviceMicrobatch) -> None:

@@ -82,8 +82,10 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
-        assert keep, "a forward that is recomputed is captured otherwise"
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
+        assert keeps_activations, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         # Their capture begins with a pass that runs, whose sums over shards no other shard would expect.
         gathers = not are_kernels_deterministic() and self.adapted.team is None
@@ -91,7 +93,7 @@ class CapturedPasses:
             in_flight.device_microbatch.microbatch, gathers
         )
         if self._recompute.tile_rows or not capturable:
-            return self._plain.forward(visit, in_flight, input_TD, keep)
+            return self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         context = self.adapted.base.shape.context
         key = make_graph_key(in_flight.device_microbatch, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen_keys
@@ -100,7 +102,7 @@ class CapturedPasses:
         place = None if is_new else self._find_or_capture(visit.stage, key, in_flight.device_microbatch)
         began = self._clock.mark()
         if place is None:
-            h_TD = self._plain.forward(visit, in_flight, input_TD, keep)
+            h_TD = self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         else:
             self._replayed[visit] = place
             h_TD = self._graphs[place].forward(in_flight.device_microbatch, input_TD)
@@ -188,7 +190,7 @@ class Graph:
         """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
-            if key.gathered:
+            if key.gathered_jobs:
                 self._run_uncaptured(base, device_microbatch)
             with capture_graph(self._forward, pool, stream):
                 input_TD = self._input_TD.detach().requires_grad_() if self._takes else None

@@ -85,7 +85,7 @@ class HostCopies:
         if copied is not None:
             ready = recorded_event()
             torch.cuda.current_stream().wait_event(copied)
-            self._waited.note(ready, copied)
+            self._waited.record_wait(ready, copied)
 
 
 class HostStore:

@@ -69,7 +69,7 @@ class Layers:
         self.paths = [f"{path}.layers.{at}" for at in here]
         self._norms = base.is_last
         """Whether this worker also holds the final norm of the model."""
-        self.fused: list[FusedLayer] = []
+        self.fused_layers: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
         self._angles: list[Angle] | None = None
         """List to which the layers add the angles of their rotary embedding instead of computing anything.
@@ -94,7 +94,7 @@ class Layers:
             return
         for index, module in enumerate(self.modules):
             module.forward = FusedLayer(self, index, banks, self._config, self._facts)
-            self.fused.append(module.forward)
+            self.fused_layers.append(module.forward)
         if self.modules and self._norms:
             norm = self._decoder.norm
             self.final_norm = FusedNorm(norm, self._facts)
@@ -132,7 +132,7 @@ class Layers:
 
     def unfuse(self) -> None:
         """Restore the original forward of every layer, of the final norm and of the rotary embedding."""
-        self.fused = []
+        self.fused_layers = []
         for module in self.modules:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
@@ -315,9 +315,9 @@ class FusedLayer:
 
 
 @contextmanager
-def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """Within the context, if `recomputes`, make autograd save the function `make`, which recomputes `output`,
-    instead of the tensor `output`."""
+def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
+    """Within the context, if `recomputes`, make autograd save the function `recompute`, which returns
+    `output` again, instead of the tensor `output`."""
     if not recomputes:
         yield
         return
@@ -327,7 +327,7 @@ def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool
     del output
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        return make if (tensor.data_ptr(), tensor.shape) == known else tensor
+        return recompute if (tensor.data_ptr(), tensor.shape) == known else tensor
 
     def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
         return saved if isinstance(saved, Tensor) else saved()

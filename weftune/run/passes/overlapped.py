@@ -110,7 +110,11 @@ class OverlappedPasses:
         embeddings."""
         if index == 0:
             self._open[visit] = self._begin_pass(in_flight)
-        open_pass, layer, is_feed_forward = self._open[visit], self._layers.fused[index // 2], index % 2 == 1
+        open_pass, layer, is_feed_forward = (
+            self._open[visit],
+            self._layers.fused_layers[index // 2],
+            index % 2 == 1,
+        )
         h_TD, leaves = self._add_residual(open_pass, index)
         skip_TD, n_TD = layer.normalise_half(is_feed_forward, h_TD)
         open_pass.norm_graphs.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
@@ -135,7 +139,7 @@ class OverlappedPasses:
 
     def begin_backward(self, visit: StageVisit, dn_TD: Tensor) -> None:
         """Begin the backward with the gradient of the last hidden states."""
-        self._open[visit].sum = _StartedSum(dn_TD, lambda: None)
+        self._open[visit].pending_sum = _StartedSum(dn_TD, lambda: None)
 
     def backward_half(self, visit: StageVisit, index: int) -> None:
         """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
@@ -171,7 +175,7 @@ class OverlappedPasses:
             return residual_TD, (residual_TD,)
         y_TD = open_pass.finished_sum().requires_grad_()
         before = index - 1
-        h_TD = self._layers.fused[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
+        h_TD = self._layers.fused_layers[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
         return h_TD, (residual_TD, y_TD)
 
     def _add_residual_backward(self, open_pass: _OpenPass) -> tuple[Tensor, ...]:

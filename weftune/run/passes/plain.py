@@ -29,7 +29,7 @@ class PlainPasses:
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
-        self.open: dict[StageVisit, Any] = {}
+        self.open_passes: dict[StageVisit, Any] = {}
         """Passes that wait for their backward: `Plain` objects, or captured graphs with the same methods."""
 
     @property
@@ -51,14 +51,16 @@ class PlainPasses:
     def begin_round(self) -> None:
         """Prepare for the next round of microbatches. None may be in flight when this is called."""
 
-    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
-        """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
-        activations are kept until `backward`."""
-        assert visit not in self.open, "a pass is still open"
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
+        """Return the output of a stage's forward, given the previous stage's output. If `keeps_activations`,
+        its activations are kept until `backward`."""
+        assert visit not in self.open_passes, "a pass is still open"
         passed = self._make_pass(visit, in_flight, input_TD)
-        if not keep:
+        if not keeps_activations:
             return passed.forward_only()
-        self.open[visit] = passed
+        self.open_passes[visit] = passed
         return passed.forward()
 
     def backward(
@@ -66,7 +68,7 @@ class PlainPasses:
     ) -> Tensor | None:
         """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
         `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
-        passed = self.open.pop(visit, None)
+        passed = self.open_passes.pop(visit, None)
         if passed is None:
             passed = self._make_pass(visit, in_flight, input_TD)
             passed.forward()
@@ -81,11 +83,11 @@ class PlainPasses:
     def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
         old index to the new one."""
-        self.open = renumber_visits(self.open, numbers)
+        self.open_passes = renumber_visits(self.open_passes, numbers)
 
     def abandon(self) -> None:
         """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
-        self.open.clear()
+        self.open_passes.clear()
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
 

@@ -46,12 +46,12 @@ class DeviceMicrobatch:
     memory."""
     rows_S: Tensor
     sections: list[int]
-    supervised: NDArray[np.int64]
+    supervised_rows: NDArray[np.int64]
     """Indices of the supervised rows, in host memory."""
 
     def count_supervised(self, start: int, stop: int) -> int:
         """Return the number of supervised rows among the rows from `start` to `stop`."""
-        first, end = np.searchsorted(self.supervised, (start, stop))
+        first, end = np.searchsorted(self.supervised_rows, (start, stop))
         return int(end - first)
 
 
@@ -140,8 +140,8 @@ def bucket_pack(samples: Pack, context: int) -> Pack:
         return samples
     empty = bucket(len(samples.lengths), 1) - len(samples.lengths)
     boundaries_B = pad(samples.boundaries, (0, empty), value=sum(samples.lengths))
-    longest = longest_bucket(samples.longest, context)
-    return replace(samples, boundaries=boundaries_B, longest=longest, is_separated=False)
+    longest = longest_bucket(samples.max_length, context)
+    return replace(samples, boundaries=boundaries_B, max_length=longest, is_separated=False)
 
 
 def bucket(value: int, min_value: int) -> int:

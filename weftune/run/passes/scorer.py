@@ -98,8 +98,10 @@ class Scorer:
     def attach_head(self, banks: Banks, job: str) -> None:
         """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""
         attached, name = banks.attached[job], (SCORE, HEAD)
-        if name in attached.read:
-            self.scalar_heads[job] = ScalarHead(attached.read[name], attached.totals[name], banks.anchor)
+        if name in attached.read_parameters:
+            self.scalar_heads[job] = ScalarHead(
+                attached.read_parameters[name], attached.totals[name], banks.anchor
+            )
 
     def begin_window(self) -> None:
         """Forget the scores for the KL term of KTO, which are used only in the window of their
@@ -307,7 +309,7 @@ class Scorer:
             device_microbatch.microbatch.answer_tokens[own],
             device_microbatch.microbatch.desirable[own],
         )
-        scores = SampleScores(logprobs_S, counts, answers, references_B, desirable=desirable)
+        scores = SampleScores(logprobs_S, counts, answers, references_B, is_desirable=desirable)
         return _Scored(segment, scores, correct_S, _last_rows(segment, device_microbatch))
 
 

@@ -67,7 +67,7 @@ class StageGraphs:
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
-        self._known: dict[GraphKey, _Known] = {}
+        self._key_states: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
         """Last round in which all graphs were dropped to make room for an uncaptured pass."""
@@ -111,25 +111,25 @@ class StageGraphs:
 
     def free_memory(self) -> None:
         """Free memory for an uncaptured pass, by dropping all graphs if necessary."""
-        if any(known.graphs for known in self._known.values()) and not self._pool.has_room():
+        if any(known.graphs for known in self._key_states.values()) and not self._pool.has_room():
             self.clear()
 
     def clear(self) -> None:
         """Drop all graphs and their memory. They are captured again when they are needed, from the next round
         on."""
-        for known in self._known.values():
+        for known in self._key_states.values():
             known.graphs.clear()
         self._pool.clear()
         self._plain_round = self._round
 
     def _get_state(self, key: GraphKey) -> _Known:
-        if key not in self._known:
-            if len(self._known) >= MOST_KEYS:
-                del self._known[next(iter(self._known))]
-            return self._known.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
+        if key not in self._key_states:
+            if len(self._key_states) >= MOST_KEYS:
+                del self._key_states[next(iter(self._key_states))]
+            return self._key_states.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
         # The most recently used key comes last.
-        self._known[key] = self._known.pop(key)
-        return self._known[key]
+        self._key_states[key] = self._key_states.pop(key)
+        return self._key_states[key]
 
     def _capture(self, key: GraphKey, key_state: _Known, visit: GraphVisit) -> StageGraph | None:
         kind, stage = visit
@@ -270,26 +270,28 @@ class CapturedVisits:
     def begin_round(self) -> None:
         self.graphs.begin_round()
 
-    def forward(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
         graph = self.graphs.find_or_capture(
-            VisitKind.turn if keep else VisitKind.forward, visit.stage, in_flight
+            VisitKind.turn if keeps_activations else VisitKind.forward, visit.stage, in_flight
         )
         if graph is None:
-            return self._plain.forward(visit, in_flight, input_TD, keep)
+            return self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
-        if not keep:
+        if not keeps_activations:
             return graph.forward_only()
-        self._plain.open[visit] = graph
+        self._plain.open_passes[visit] = graph
         return graph.forward()
 
     def backward(
         self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        if visit not in self._plain.open:
+        if visit not in self._plain.open_passes:
             graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, in_flight)
             if graph is not None:
                 graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
-                self._plain.open[visit] = graph
+                self._plain.open_passes[visit] = graph
         return self._plain.backward(visit, in_flight, input_TD, dh_TD)
 
     def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:

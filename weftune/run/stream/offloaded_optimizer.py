@@ -28,12 +28,12 @@ STAGE = 0
 
 
 class OffloadedOptimizer:
-    def __init__(self, adapted: AdaptedBase, make: Make = update) -> None:
-        """`make` is the function that applies updates on the device."""
+    def __init__(self, adapted: AdaptedBase, apply_updates: Make = update) -> None:
+        """`apply_updates` is the function that applies updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
-        self.steps = HostSteps(self.device, make)
+        self.steps = HostSteps(self.device, apply_updates)
         self._steps_underway: StepsUnderway | None = None
 
     # -- jobs --------------------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ from weftune.run.training.steps import (
 
 
 class TravellingAdapters:
-    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, make: Make = update) -> None:
-        """`make` is the function that applies optimizer updates on the device."""
+    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: Make = update) -> None:
+        """`apply_updates` is the function that applies optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part
         self.transfers = AdapterTransfers(self._part, base.device, base.dtype)
-        self.steps = HostSteps(base.device, make, self.transfers.device_weights)
+        self.steps = HostSteps(base.device, apply_updates, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._unsent_stage: int | None = None
         """Stage of the last pass, if that was a backward whose gradients have not been sent to the host. None
@@ -102,7 +102,7 @@ class TravellingAdapters:
         pending = self.steps.pending_pairs(pairs)
         if waits := bool(pending or self.steps.started_pairs(pairs)):
             with self._count_waiting():
-                self.steps.start(pending, self._weights.writable(stage))
+                self.steps.start(pending, self._weights.writable_events(stage))
                 self.steps.wait_for_updates(self.steps.started_pairs(pairs))
         if before_backward and self._unsent_stage is not None and self._unsent_stage != stage:
             self._send_gradients(self._unsent_stage)
@@ -139,7 +139,7 @@ class TravellingAdapters:
             if pending and self.transfers.is_loaded(one):
                 # If the host is not ahead, the device is idle meanwhile.
                 with self._count_waiting():
-                    self.steps.start(pending, self._weights.writable(one))
+                    self.steps.start(pending, self._weights.writable_events(one))
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
         self.transfers.record_backward(stage, jobs)
@@ -214,7 +214,7 @@ class TravellingAdapters:
         """Finish all Steps, and wait until their state is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):
-                self.steps.start(list(pairs), self._weights.writable(stage))
+                self.steps.start(list(pairs), self._weights.writable_events(stage))
         self.steps.wait()
 
     @contextmanager

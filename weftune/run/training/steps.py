@@ -30,12 +30,12 @@ class StepRequest:
     of supervised tokens in that batch."""
 
     training: Training
-    supervised: int
+    supervised_tokens: int
 
     def token_accuracy(self, correct: float) -> float | None:
         """Return the fraction of the supervised tokens that were predicted correctly. None if no token is
         supervised."""
-        return correct / self.supervised if self.supervised else None
+        return correct / self.supervised_tokens if self.supervised_tokens else None
 
 
 Outcome = StepOutcome | str

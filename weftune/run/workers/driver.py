@@ -242,7 +242,7 @@ class Driver:
             replica = program.replica(worker // self.shards)
             self.control.command(worker, RunProgram(program, shares[replica]))
         fetch = fetch_from(program, shares[0])
-        yield from self._own.run(program, fetch, overdue=lambda: self._ends_window_early(request))
+        yield from self._own.run(program, fetch, is_overdue=lambda: self._ends_window_early(request))
         self._transport.flush()
         while len(self._window_reports) < len(self.control.workers):
             if (received := self.control.next_answer(STOP_CHECK_SECONDS)) is not None:

@@ -217,7 +217,7 @@ class Worker:
         # The peak of this window, as the first worker reports its own; not that of loading.
         reset_peak(self.base.device)
         fetch = fetch_from(run.program, run.microbatches)
-        for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
+        for event in self.executor.run(run.program, fetch, is_overdue=self.receiver.stop_requested.is_set):
             # A shard of the first stage decides like the first worker, which reports the Steps of both.
             if isinstance(event, SaveDue) and self.position.writes_checkpoints:
                 self._save(event.job)
