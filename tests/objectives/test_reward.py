@@ -52,7 +52,7 @@ def own_numbers(spec):
         losses += [loss.item() for loss in scores.losses]
         training.collect(part.microbatch.segments[0], scores.losses[0], scores.correct[0], scores.metrics[0])
         evaluations += scored.scorer.evaluate(scored.hidden(part), part)
-    metrics, held_out = spec.named_metrics(training.open.metrics_M.tolist()), reduce(add, evaluations)
+    metrics, held_out = spec.named_metrics(training.open_batch.metrics_M.tolist()), reduce(add, evaluations)
     assert spec.named_metrics(held_out.mean_metrics()) == pytest.approx(metrics, rel=1e-9)
     return {
         "loss": sum(losses),

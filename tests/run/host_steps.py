@@ -83,7 +83,7 @@ def hand_in(steps, training, gradient, loss=1.5):
 
 
 def open_batch(training, loss=1.5):
-    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+    training.open_batch = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
 
 
 def drawn(training, seed, size=1.0):
@@ -94,7 +94,7 @@ def drawn(training, seed, size=1.0):
 def begin(steps, together):
     norm_J = steps.transfers.gradient_norms([one.training.job for one in together])
     run = steps.begin(together, norm_J, tuple)
-    assert all(one.training.open is None for one in together)
+    assert all(one.training.open_batch is None for one in together)
     return run
 
 

@@ -37,7 +37,7 @@ def training(base):
 
 def open_batch(training, gradient=1.0, loss=1.5, correct=3, tokens=20):
     training.gradient.fill_(gradient)
-    training.open = OpenBatch(torch.tensor(loss), torch.tensor(correct), tokens)
+    training.open_batch = OpenBatch(torch.tensor(loss), torch.tensor(correct), tokens)
 
 
 def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(training, monkeypatch):

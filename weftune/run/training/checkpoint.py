@@ -154,13 +154,13 @@ def restore(folder: Path, training: Training) -> bool:
             if name in found:
                 getattr(training.state, name).copy_(found[name])
         training.state.weights.copy_(training.master)
-        training.best = None
+        training.best_weights = None
         if stored.best_is_master:
-            training.best = training.master.clone()
+            training.best_weights = training.master.clone()
         elif "best" in found:
-            training.best = found["best"].to(training.master.device)
-        if training.mean is not None and "mean" in found:
-            training.mean.copy_(found["mean"])
+            training.best_weights = found["best"].to(training.master.device)
+        if training.mean_weights is not None and "mean" in found:
+            training.mean_weights.copy_(found["mean"])
         else:
             # The mean begins with the next step.
             training.progress.averaged = 0

@@ -120,13 +120,13 @@ class Training:
     layout: VectorLayout
     state: AdamState
     progress: Progress = field(default_factory=Progress)
-    best: Tensor | None = None
+    best_weights: Tensor | None = None
     """Master weights at the best evaluation, if the job keeps them."""
-    mean: Tensor | None = None
+    mean_weights: Tensor | None = None
     """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
     evaluate this mean at their rungs (the steps at which trials are compared)."""
-    open: OpenBatch | None = None
-    copied: torch.cuda.Event | None = None
+    open_batch: OpenBatch | None = None
+    snapshot_copied: torch.cuda.Event | None = None
     """Event after which the copy of a snapshot is complete. None if no copy can still be running."""
 
     @property
@@ -144,9 +144,9 @@ class Training:
     def update(self, norm: float = 0.0) -> Update:
         """Return the next optimizer step, with the factor that clips the gradient, whose norm is `norm`. The
         device is made to wait until a running copy of a snapshot is complete."""
-        if self.copied is not None:
-            torch.cuda.current_stream(self.master.device).wait_event(self.copied)
-            self.copied = None
+        if self.snapshot_copied is not None:
+            torch.cuda.current_stream(self.master.device).wait_event(self.snapshot_copied)
+            self.snapshot_copied = None
         step = self.progress.step + 1
         kind = get_kind(self.adapter.spec.kind)
         kind.before_step(self.adapter, step, lambda: self.layout.parameter_views(self.master))
@@ -166,12 +166,12 @@ class Training:
         self, segment: Segment, loss: Tensor, correct: Tensor, metrics_M: Tensor | None = None
     ) -> None:
         """Add a microbatch's loss, correct predictions and metrics to the open global batch."""
-        tokens, before = segment.tokens, self.open
+        tokens, before = segment.tokens, self.open_batch
         if before is None:
             # Most batches are one microbatch: with a thousand jobs every saved launch counts.
-            self.open = OpenBatch(loss.detach(), correct, tokens, metrics_M)
+            self.open_batch = OpenBatch(loss.detach(), correct, tokens, metrics_M)
         else:
-            self.open = OpenBatch(
+            self.open_batch = OpenBatch(
                 before.loss + loss.detach(),
                 before.correct + correct,
                 before.tokens + tokens,
@@ -182,29 +182,29 @@ class Training:
 
     def update_mean(self) -> None:
         """Include the latest step's master weights in the mean. This allocates nothing, so it cannot fail."""
-        if self.mean is None:
+        if self.mean_weights is None:
             return
         progress, step = self.progress, self.progress.step
         first = next((first for first, last in self.recipe.averaged if step <= last), None)
         if first is None:
             # The job has passed its last rung.
-            self.mean, progress.averaged = None, 0
+            self.mean_weights, progress.averaged = None, 0
             return
         before = progress.averaged if step > first else 0
         progress.averaged = before + 1 if step >= first else 0
         if progress.averaged:
-            self.mean.lerp_(self.master, 1 / progress.averaged)
+            self.mean_weights.lerp_(self.master, 1 / progress.averaged)
 
     @property
     def evaluated_weights(self) -> Tensor:
         """Weights that a sweep evaluates at a rung: the mean of the last weights, or the master weights if
         there is no mean."""
-        return self.mean if self.mean is not None and self.progress.averaged else self.master
+        return self.mean_weights if self.mean_weights is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
         """Drop the sums and the gradient of an unfinished global batch, as if no microbatch of it had run."""
         self.gradient.zero_()
-        self.open = None
+        self.open_batch = None
 
     def record_evaluation(
         self,
@@ -232,7 +232,7 @@ class Training:
             return False
         progress.best_loss, progress.best_step, progress.best_score = loss, progress.step, score
         if keep_best:
-            self.best = self.master.clone()
+            self.best_weights = self.master.clone()
         return True
 
 
@@ -252,7 +252,7 @@ class Roster:
 
     def has_open_batch(self) -> bool:
         """Return whether a global batch is open."""
-        return any(training.open is not None for training in self.trainings.values())
+        return any(training.open_batch is not None for training in self.trainings.values())
 
     def collect(
         self,
@@ -308,7 +308,7 @@ def new_training(
     )
     # Allocated now, when its memory is counted, so that no Step runs out of memory for it.
     mean = torch.zeros_like(master) if recipe.averaged else None
-    return Training(adapter, recipe, layout, state, mean=mean)
+    return Training(adapter, recipe, layout, state, mean_weights=mean)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -166,7 +166,7 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
         known = zip(updates, factor_J.tolist(), strict=True)
         updates = tuple(replace(one, factor=factor) for one, factor in known)
     for training in trainings:
-        training.open = None
+        training.open_batch = None
     return StepRun(
         tuple(requests), updates, tokens, norm_J, sums_JS, factor_J.float() if by_kernels else None
     )
@@ -243,7 +243,7 @@ def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
     if (reason := apply_update(one)) is not None:
         return reason
     tokens = open_batch_tokens(training)
-    training.open = None
+    training.open_batch = None
     return _finish_step(request, sums, one.learning_rate, tokens)
 
 
@@ -287,8 +287,8 @@ def open_batch_tokens(training: Training) -> int:
 
 
 def _open_batch(training: Training) -> OpenBatch:
-    assert training.open is not None, "a step needs an open batch"
-    return training.open
+    assert training.open_batch is not None, "a step needs an open batch"
+    return training.open_batch
 
 
 def batch_totals(training: Training) -> Tensor:

@@ -217,7 +217,7 @@ class Agreed:
             training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
             loss, correct, *_ = total_N[-SUMS_PER_MESSAGE:]
             tokens, metrics_M = batch.tokens - batch.prefix_rows, total_N[2 - SUMS_PER_MESSAGE :]
-            training.open = OpenBatch(loss, correct, tokens, metrics_M)
+            training.open_batch = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
         """Add this worker's sums of a batch to those of later stages, and send the result to the first

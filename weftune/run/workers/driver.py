@@ -198,7 +198,8 @@ class Driver:
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
-            pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
+            pending.progress = copy.copy(training.progress)
+            pending.keeps_best = training.best_weights is not None
 
     def use_mean_weights(self, job: str) -> None:
         self._own.use_mean_weights(job)
@@ -352,7 +353,7 @@ class Driver:
         key = job, snapshot.progress.step
         own_slice = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
         self._pending[key] = _PendingCheckpoint(
-            folder, snapshot.progress, training.adapter.seed, training.best is not None, own_slice
+            folder, snapshot.progress, training.adapter.seed, training.best_weights is not None, own_slice
         )
         for worker, early in self._early_slices.pop(key, {}).items():
             self._handle_slice(worker, early)

@@ -175,7 +175,7 @@ class Worker:
                     self._run(run)
                 case JobCommand("keep best", job):
                     training = self.executor.attached[job]
-                    training.best = training.master.clone()
+                    training.best_weights = training.master.clone()
                 case JobCommand("show mean", job):
                     self.executor.use_mean_weights(job)
                 case JobCommand("show master", job):
