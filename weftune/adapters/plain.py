@@ -44,7 +44,8 @@ from weftune.ops.site import RowScale, replace_rows
 
 PREFIX = "base_model.model."
 KIND, BASE = "weftune_kind", "base_model_name_or_path"
-"""Keys of the adapter's config file that are not keys of the spec, for kinds that PEFT does not have."""
+"""Keys that the config file of an adapter has in addition to the keys of its spec, for kinds that PEFT does
+not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +269,8 @@ class PlainKind:
         return {}
 
     def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Change the master weights, if necessary, before an optimizer step of the job. Kinds whose training
-        has phases override this."""
+        """Change the master weights before an optimizer step at which a phase of training ends. Kinds whose
+        training has no phases do nothing."""
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._adapted_part)
@@ -294,7 +295,8 @@ class PlainKind:
 
     def gathers(self, spec: Any) -> bool:
         """Return whether a CUDA graph can contain adapters of this spec although the tiled kernels do not
-        compute them. At linears, such adapters only change outputs, with an `ops.site.RowChange`."""
+        compute them. This requires that they change linears only by an `ops.site.RowChange` of the
+        outputs."""
         return False
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:

@@ -41,7 +41,8 @@ class Pack:
     boundaries: Tensor
     max_length: int
     has_equal_lengths: bool = False
-    """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
+    """Whether all samples are equally long, so that they form an ordinary batch, for which faster kernels
+    exist."""
     is_separated: bool = False
     """Whether samples are so long that attention is faster with one kernel launch per sample than with one
     for all samples."""
@@ -120,7 +121,8 @@ class Rule:
 
     scale: float | None
     window: int | None
-    """Number of rows to which a row attends, itself included. None means all earlier rows of the sample."""
+    """Size of the sliding window: the number of rows to which a row attends, itself included. None means all
+    earlier rows of the sample."""
     softcap: float | None
 
 

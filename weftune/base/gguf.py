@@ -47,9 +47,11 @@ CHECKSUMS = "checksums.json"
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
-"""Values of `tokenizer.ggml.pre` for which every digit is a token. Transformers drops this rule."""
+"""Values of the GGUF key `tokenizer.ggml.pre` for which every digit is a separate token. Transformers drops
+this rule."""
 BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
-"""Values of `tokenizer.ggml.pre` that need no pre-tokenizer rule except splitting into bytes."""
+"""Values of the GGUF key `tokenizer.ggml.pre` for which the pre-tokenizer has no other rule than splitting
+into bytes."""
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)

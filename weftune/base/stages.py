@@ -132,8 +132,8 @@ def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) ->
 
 
 def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
-    """Replace all modules outside the stages `layer_ranges` of this worker by placeholders. The stages are
-    given in order."""
+    """Replace all modules of a model outside this worker's stages by placeholders. `layer_ranges` are the
+    layers of the stages, in order."""
     ends = ENDS[model.config.model_type]
     decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))

@@ -34,7 +34,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) ->
 
 
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (h, RMSNorm of h): the residual connection and the input of a branch, with a fused backward."""
+    """Return h, for the residual connection, and the RMSNorm of h, the input of a branch. One fused backward
+    computes the gradient of both."""
     if not kernels_available(h_TD):
         return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)

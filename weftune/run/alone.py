@@ -113,7 +113,8 @@ class Alone:
             self._unreported_passes = []
 
     def _is_repeated(self, kind: str) -> bool:
-        """Return whether work of this kind has run before, and remember that it has."""
+        """Return whether work of this kind (pass, evaluation or step) has run before. From now on it counts
+        as run."""
         before = kind in self._seen_kinds
         self._seen_kinds.add(kind)
         return before

@@ -231,8 +231,8 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _continue_microbatches(self, program: Program) -> None:
-        """Give the microbatches that the last window left unfinished their indices in this Program. If the
-        Program continues none of them, drop them."""
+        """Give the microbatches that the last window left in flight the indices that they have in this
+        Program, or drop them if the Program does not continue them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: in_flight for old, in_flight in self._in_flight.items()}
@@ -436,7 +436,8 @@ class Executor:
             self._prepare_next(number)
 
     def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
-        """Run an evaluation or scoring pass of a microbatch over a stage."""
+        """Run a pass without a backward, for evaluation or scoring, of a microbatch over a stage, and yield
+        its events."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
         in_flight = self._find_in_flight(visit, type(action))

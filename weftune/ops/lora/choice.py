@@ -143,7 +143,7 @@ class Choices:
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
-        """Compile in parallel the kernels of all trials without a known result.
+        """Compile in parallel the kernels that trials without a known result would time.
 
         Errors are suppressed: they are raised again by the pass that launches the kernel.
         """

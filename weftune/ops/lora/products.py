@@ -135,8 +135,8 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield spans: groups of
-    consecutive blocks. There are as few spans as `SPAN_BYTES` allows."""
+    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield groups of consecutive
+    blocks (spans), as few as `SPAN_BYTES` allows for temporary products."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)

@@ -145,7 +145,7 @@ class HostStore:
         self._host_buffers.clear()
 
     def forget(self) -> None:
-        """Drop the vectors of an unfinished microbatch."""
+        """Drop the stored vectors of a microbatch whose backward will not run."""
         self._copies.finish()
         for tensors in (self._host_values, self._outgoing, self._incoming):
             tensors.clear()

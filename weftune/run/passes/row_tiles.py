@@ -62,8 +62,8 @@ class Keep:
     """Store in host memory for the input and the output of attention. None keeps them on the device."""
 
     def store_tensor(self, tensor: Tensor) -> Fetch:
-        """Keep a tensor, including the whole storage of which it is a view, and return a function that
-        returns it. The function may be called once."""
+        """Keep a tensor, with the whole storage of which it is a view, on the device or the host. Return a
+        function that returns it; this function may be called once."""
         if self.host is None:
             return lambda: tensor
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -34,7 +34,7 @@ samples."""
 
 @dataclass(slots=True)
 class Scores:
-    """The result of a microbatch: for each segment its loss and its number of correct predictions."""
+    """The losses and the numbers of correct predictions of a microbatch's segments."""
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor | None
@@ -67,7 +67,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment with the log-probabilities of its targets."""
+    """A segment (rows of one job) with the log-probabilities of its target tokens."""
 
     segment: Segment
     scores: SampleScores

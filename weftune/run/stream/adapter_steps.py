@@ -88,7 +88,8 @@ def round_up(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingPart:
-    """The unfinished pieces of a job's Step in one stage. `job_index` is the job's index in its `StepRun`."""
+    """The unfinished pieces of a job's Step (optimizer step) in one stage. `job_index` is the index of the
+    job in `run`."""
 
     run: StepRun
     job_index: int

@@ -181,7 +181,8 @@ class Training:
             )
 
     def update_mean(self) -> None:
-        """Include the latest step's master weights in the mean. This allocates nothing, so it cannot fail."""
+        """Include the latest step's master weights in the mean. No memory is allocated, so this cannot
+        fail."""
         if self.mean_weights is None:
             return
         progress, step = self.progress, self.progress.step
@@ -214,8 +215,8 @@ class Training:
         counts: bool = True,
         score: float | None = None,
     ) -> bool:
-        """Record an evaluation and return whether it is the best so far. The best one has the lowest loss or,
-        if the job has its own metric, the highest `score`; of equal scores, the one with the lowest loss. If
+        """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
+        the job has its own metric, with the highest `score` and, among equal scores, the lowest loss. If
         `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
         only a sweep requested, which is not compared."""
         progress = self.progress
