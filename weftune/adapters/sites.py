@@ -47,7 +47,7 @@ class CurrentPass:
 
     bound: Pass | None = None
     untiled_pass: Pass | None = None
-    """The same pass restricted to the segments of jobs whose adapters the tiled kernels do not compute."""
+    """Copy of `bound` with only the segments of jobs whose adapters the tiled kernels do not compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
     """For each row of the pass, the index of its job; and the jobs by this index. Computed when the first
     layer with experts needs them."""

@@ -38,7 +38,8 @@ class LayerKeys:
         self.values_LGD[first_row : first_row + len(v_TGD)] = v_TGD
 
     def read(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of these rows as leaf tensors that require gradients."""
+        """Return the keys and values of the rows `rows` of the sample as leaf tensors that require
+        gradients."""
         # `data` does not share its version with the tensor: later chunks write other rows, and autograd would
         # take that for a change of the rows that it has saved.
         keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))

@@ -116,7 +116,8 @@ def parameter_count(model: PreTrainedModel) -> int:
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
-    """Return the mean bytes per weight value of these linears. None if no linear is quantised."""
+    """Return the mean number of bytes per weight value of the linears `modules`. None if no linear is
+    quantised."""
     if not any(isinstance(module, WeightHolder) for module in modules):
         return None
     stored = 0

@@ -2,7 +2,7 @@
 the embedding, and the last one the final norm and the head.
 
 Modules of other stages are replaced by modules that return their input, so that module paths, layer indices
-and the family's own forward stay the same.
+and the model's forward in transformers remain as they are.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = T
 def site_bytes_per_value(
     sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
 ) -> float:
-    """Return the mean bytes per weight value of these sites (adaptable linears) if those in layers are
-    quantised and all others have `bytes_per_value`."""
+    """Return the mean number of bytes per weight value of the sites (adaptable linears), given that those in
+    layers are quantised and all others have `bytes_per_value`."""
     stored = values = 0
     for site in sites:
         values += site.weight_count

@@ -246,7 +246,8 @@ class ChoiceFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file. It has no checksum of the kernels, so that new kernels replace the file."""
+        """Path of the cache file. It contains no checksum of the kernels, so that the file of changed kernels
+        replaces the old one."""
         words = (self.device, self.capability, "torch", self.torch, "triton", self.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
@@ -256,7 +257,8 @@ class ChoiceFile:
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def read(self) -> dict[str, MeasuredPlan]:
-        """Return the measured plans by trial key; empty if the file is missing or from another machine."""
+        """Return the measured plans in the cache file, by trial key. Empty if the file is missing or from
+        another machine."""
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -26,7 +26,8 @@ from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
 from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
-"""Maximum rows of a pass without gradients that uses these kernels, with torch for the frozen product."""
+"""Maximum number of rows for which a pass without gradients uses the kernels for few rows, and torch for the
+frozen product."""
 TILE_ROWS = 16
 """Rows per program in a decode step: the minimum that tensor cores can multiply."""
 SHARE_INPUTS = 512

@@ -86,7 +86,8 @@ class PlainPasses:
         self.open_passes = renumber_visits(self.open_passes, numbers)
 
     def abandon(self) -> None:
-        """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
+        """Drop all passes that wait for their backward, and free memory that is not required, such as that of
+        captured graphs."""
         self.open_passes.clear()
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()

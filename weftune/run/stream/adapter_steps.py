@@ -208,9 +208,9 @@ class HostSteps:
         return [pair for pair in pairs if pair in self._start_events]
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
-        """Start the updates of these pairs concurrently with other work of the device. New weights are copied
-        to the host, and also to the device's memory for them once the events in `writable` are done. Work
-        that reads the weights must first call `wait_for_updates`."""
+        """Start the updates of the pairs (job, stage) concurrently with other work of the device. New weights
+        are copied to the host, and also to the device's memory for them once the events in `writable` are
+        done. Work that reads the weights must first call `wait_for_updates`."""
         if writable:
             with self.ring.updating():
                 _wait_for_events(writable)
@@ -225,7 +225,8 @@ class HostSteps:
                     del self._pending_parts[one.pair]
 
     def wait_for_updates(self, pairs: Iterable[JobStage]) -> None:
-        """Make the current stream wait for the started updates of these pairs."""
+        """Make the current CUDA stream wait for the updates of the pairs (job, stage) that have been
+        started."""
         for event in dict.fromkeys(self._start_events.pop(pair) for pair in pairs):
             torch.cuda.current_stream().wait_event(event)
 
@@ -251,7 +252,8 @@ class HostSteps:
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
-        """Yield lists of pieces of these pairs. The pieces of a list fit into one buffer."""
+        """Yield lists of pieces of Steps for the pairs (job, stage). The pieces of one list fit into one
+        buffer on the device."""
         buffered_pieces: list[_BufferedPiece] = []
         for pair in pairs:
             part = self._pending_parts[pair]

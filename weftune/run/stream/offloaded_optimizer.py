@@ -65,7 +65,8 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish these jobs' Steps before their pass. Return whether the device may have to wait for that."""
+        """Finish the optimizer steps (Steps) of `jobs` before a pass of theirs. Return whether the device may
+        have to wait for that."""
         if self._steps_underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]

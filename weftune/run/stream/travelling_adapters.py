@@ -93,8 +93,8 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the Steps of these jobs in the stage before their pass. Return whether the device may have
-        to wait for that. `before_backward` is True before a backward."""
+        """Finish the Steps of `jobs` in the stage before a pass. Return whether the device may have to wait
+        for that. `before_backward` is True if the pass is a backward."""
         if self._steps_underway is not None and not self._steps_underway.is_used:
             stepping = {request.training.job for request in self._steps_underway.requests}
             self._steps_underway.is_used = not stepping.isdisjoint(jobs)

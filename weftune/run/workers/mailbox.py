@@ -1,4 +1,5 @@
-"""Queues of tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
+"""Queues of tensors between workers. Receives are posted ahead, and a sender never waits until a tensor has
+arrived.
 
 With NCCL, an operation that waits for its peer occupies the device. Every operation that synchronises the
 device (such as the capture of a graph, or the return of memory to the driver) then waits for the peer, and

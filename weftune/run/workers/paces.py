@@ -83,7 +83,8 @@ class Paces:
         measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Predicted times of Loads if stages are streamed. They are not measured."""
+        """Predicted times of Loads (copies of stages to the device), which are not measured. None unless
+        stages are streamed."""
 
     @property
     def measured(self) -> bool:
