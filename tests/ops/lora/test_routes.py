@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weftune.ops.dropout import keep_mask_TK
-from weftune.ops.lora.routes import Block, Blocks, Route, _zero_outside, add_lora
+from weftune.ops.lora.routes import Block, Blocks, Route, _zero_other_rows, add_lora
 from weftune.ops.lora.table import LowRank
 
 FAST = [Route.segmented]
@@ -174,7 +174,7 @@ def test_a_block_knows_its_rows_its_rank_and_what_its_kept_values_are_scaled_by(
 
 def test_rows_of_no_block_are_zeroed_and_the_others_left_to_be_written():
     _, _, blocks = case([3, 2], [6, 1], gap=2)
-    values = _zero_outside(blocks, torch.full((13, 4), torch.nan))
+    values = _zero_other_rows(blocks, torch.full((13, 4), torch.nan))
     written = [row for row in range(13) if values[row].isnan().all()]
     assert written == [2, 3, 4, 5, 6, 7, 10]
     assert not values[[row for row in range(13) if row not in written]].any()
