@@ -374,7 +374,7 @@ def profile_worker(connection: Connection, spec: BaseSpec) -> None:
     position = read_position()
     assert position is not None
     connections = connect(replace(position, shards=position.workers), CPU)
-    config = load_config(spec, model_source(spec)).text
+    config = load_config(spec, model_source(spec)).text_config
     dist.barrier()
     profile = measure_profile(config, inspect(spec, CPU), spec.model, CPU, lambda *_: None)
     dist.barrier()

@@ -89,7 +89,7 @@ def attached(task: ProcessTask, options: RowOptions) -> AttachedJobs:
 def started(jobs: AttachedJobs, task: ProcessTask, options: RowOptions) -> Block:
     """Return the block to measure. Jobs that leave do so after enough rounds for a captured graph."""
     if options.order is not None:
-        jobs.executor.banks.choices.forced = options.order
+        jobs.executor.banks.choices.forced_plan = options.order
     block = jobs.block(max(options.capacity, task.work.length))
     if options.leave:
         block(max(2, task.pace.warmup))()

@@ -226,7 +226,7 @@ class Cut:
 
 def measured_cut(spec: BaseSpec, setting: Setting) -> Cut:
     shape = inspect(spec, CPU)
-    config = load_config(spec, model_source(spec)).text
+    config = load_config(spec, model_source(spec)).text_config
     profile = measure_profile(config, shape, spec.model, CPU, lambda *_: None)
     costs = measured_costs(profile, shape, work_of_one(setting, shape))
     return Cut(cut_layers(shape, setting.stages, costs), costs)

@@ -135,7 +135,7 @@ def trained_logprobs(jobs: AttachedJobs, made: Sequence[Generation]) -> Tensor:
     adapted, microbatch = jobs.executor.adapted, as_microbatch(made)
     with adapted.on_stream(), torch.enable_grad():
         microbatch = microbatch.to(adapted.base.device)
-        with adapted.banks.bound(microbatch, adapted.route, training=True):
+        with adapted.banks.bind(microbatch, adapted.route, training=True):
             h_TD = adapted.base.hidden(microbatch).detach()
         rows = microbatch.targets_T != IGNORED
         logprobs, _ = target_logprobs(h_TD[rows], microbatch.targets_T[rows], adapted.base.head())

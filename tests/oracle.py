@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, get_scheduler
 from weftune.base.load import load_plain
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.spec import BaseSpec
-from weftune.ops.dropout import kept_TK, key
+from weftune.ops.dropout import keep_mask_TK, mask_key
 
 Sample = tuple[list[int], list[bool]]
 """Tokens, and which of them are supervised."""
@@ -163,8 +163,8 @@ class _Dropped(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         index = self.source.offset + torch.arange(x.shape[1])
-        kept = kept_TK(
-            key(self.source.seed, self.source.step, self.site), index, x.shape[2], self.probability
+        kept = keep_mask_TK(
+            mask_key(self.source.seed, self.source.step, self.site), index, x.shape[2], self.probability
         )
         return x * kept / (1 - self.probability)
 

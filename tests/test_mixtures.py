@@ -154,7 +154,7 @@ def decisions(base, banks, microbatch):
     with (
         routing.record_decisions(),
         torch.no_grad(),
-        banks.bound(microbatch, Route.segmented, training=False),
+        banks.bind(microbatch, Route.segmented, training=False),
     ):
         base.hidden(microbatch)
     return [made for (made,) in routing._decisions.values()]
@@ -195,7 +195,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
         total = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=base.device)
         banks.attach(JobAdapter(job, lora, seed=0), layout, weights.to(base.device, base.dtype), total)
     try:
-        with banks.bound(microbatch, route, training=True):
+        with banks.bind(microbatch, route, training=True):
             h_TD = base.hidden(replace(microbatch))
             slope_TD = torch.linspace(-1, 1, h_TD.numel(), device=base.device).view_as(h_TD)
             (h_TD * slope_TD).sum().backward()

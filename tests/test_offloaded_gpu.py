@@ -119,7 +119,7 @@ def test_every_vector_has_the_bits_of_state_on_the_device_however_long_steps_lin
     """Whoever came too early would take NaN along."""
     monkeypatch.setattr(adapter_steps, "PIECE", piece)
     for make, poisoned in ((update, False), (lingering, True)):
-        executor = executor_of(base, graphs=False, make=make)
+        executor = executor_of(base, graphs=False, apply_updates=make)
         if poisoned:
             poison(executor)
         assert_same(trained(executor, four(base)), want)
@@ -129,7 +129,7 @@ def test_in_two_groups_no_pass_overtakes_a_step_either(base):
     """By a run's own plan: the Steps of one group linger while the other passes."""
     found, layout = [], one_device_layout(base.shape.layers, optimizer_offloaded=True)
     for make in (update, lingering):
-        executor = executor_of(base, graphs=False, make=make)
+        executor = executor_of(base, graphs=False, apply_updates=make)
         if make is lingering:
             poison(executor)
         found.append(trained(executor, four(base), layout=layout))
@@ -139,7 +139,7 @@ def test_in_two_groups_no_pass_overtakes_a_step_either(base):
 def test_captured_passes_read_what_steps_have_written(base):
     found = []
     for offloaded in (False, True):
-        executor = executor_of(base, offloaded, make=lingering)
+        executor = executor_of(base, offloaded, apply_updates=lingering)
         jobs = [even(base, f"job{i}", i) for i in range(4)]
         found.append(trained(executor, jobs, ladder=True))
         assert executor.captures
@@ -169,7 +169,7 @@ def test_of_a_parameter_six_bytes_are_on_the_device_and_twelve_page_locked_on_th
 def test_the_device_refuses_a_step_whose_loss_is_nan_and_the_others_go_on(base):
     found = []
     for offloaded in (False, True):
-        executor, jobs = executor_of(base, offloaded, graphs=False, make=lingering), four(base)
+        executor, jobs = executor_of(base, offloaded, graphs=False, apply_updates=lingering), four(base)
         for job in jobs:
             attach(executor, job)
         events = windows(executor, jobs, rounds=[0])
@@ -190,7 +190,7 @@ def test_the_device_refuses_a_step_whose_loss_is_nan_and_the_others_go_on(base):
 def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want, first, tmp_path):
     """Where `first`: from host memory to the device."""
     jobs = four(base)
-    executor = executor_of(base, first, graphs=False, make=lingering)
+    executor = executor_of(base, first, graphs=False, apply_updates=lingering)
     for job in jobs:
         attach(executor, job)
     windows(executor, jobs, rounds=[0, 2])

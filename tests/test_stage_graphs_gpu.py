@@ -37,7 +37,7 @@ def went_round(captured):
     stages = [AdaptedBase(load_stage(spec, device, one)) for one in held]
     passes, rosters = [], []
     for number, adapted in enumerate(stages):
-        assert adapted.capturable
+        assert adapted.can_capture
         kind = CapturedPasses if captured else PlainPasses
         passes.append(kind(adapted, {number: adapted.base}))
         adapters = ResidentAdapters(adapted)

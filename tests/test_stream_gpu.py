@@ -278,7 +278,7 @@ def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     found = []
     for make, poisoned in ((update, False), (lingering, False), (lingering, True)):
         streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-        executor = streamed_executor(streamed, make=make)
+        executor = streamed_executor(streamed, apply_updates=make)
         if poisoned:
             poison(executor)
         found.append(trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY)))

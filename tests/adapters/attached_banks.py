@@ -56,6 +56,6 @@ def together(jobs: Sequence[str], samples: Sequence[Tensor]) -> Microbatch:
 
 def logits(base: Base, banks: Banks, microbatch: Microbatch, route: Route = Route.segmented) -> list[Tensor]:
     """Return the logits of each sample from a packed pass with the attached adapters."""
-    with torch.no_grad(), banks.bound(microbatch, route, training=False):
+    with torch.no_grad(), banks.bind(microbatch, route, training=False):
         logits_TV = base.head().logits(base.hidden(microbatch))
     return list(logits_TV.split(microbatch.sample_lengths))

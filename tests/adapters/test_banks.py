@@ -71,7 +71,7 @@ def gradients(base, banks, microbatch, jobs, route=Route.segmented):
     """Each job's gradient of one pass, as the executor collects it."""
     for job in jobs:
         banks.attached[job].gradient.zero_()
-    with banks.bound(microbatch, route, training=True):
+    with banks.bind(microbatch, route, training=True):
         h_TD = base.hidden(microbatch)
         targets_T = microbatch.tokens_T.roll(-1)
         loss_T = torch.nn.functional.cross_entropy(base.head().logits(h_TD), targets_T, reduction="none")
@@ -152,7 +152,7 @@ def test_gradients_of_jobs_together_are_those_of_each_job_alone(llama, crowd):
         attach(alone, llama, job, mixed(llama)[job], weights[job])
         follower = samples[(index + 1) % len(samples)][:1]
         pair = together([job, "nobody"], [samples[index], follower])
-        with alone.bound(pair, Route.reference, training=True):
+        with alone.bind(pair, Route.reference, training=True):
             logits_TV = llama.head().logits(llama.hidden(pair))
             rows = len(samples[index])
             loss = torch.nn.functional.cross_entropy(
@@ -167,7 +167,7 @@ def test_gradients_add_up_over_passes(llama, crowd):
     banks, _ = crowd
     microbatch = together(["a"], random_samples((7,)))
     once = gradients(llama, banks, microbatch, ["a"])["a"]
-    with banks.bound(microbatch, Route.segmented, training=True):
+    with banks.bind(microbatch, Route.segmented, training=True):
         h_TD = llama.hidden(microbatch)
         targets_T = microbatch.tokens_T.roll(-1)
         torch.nn.functional.cross_entropy(llama.head().logits(h_TD), targets_T, reduction="sum").backward()
@@ -192,7 +192,7 @@ def test_outside_a_bound_pass_the_base_computes_as_if_nobody_were_aboard(llama, 
         outside = llama.hidden(packed(samples))
         bare = tiny_base("llama").hidden(packed(samples))
     assert torch.equal(outside, bare)
-    with torch.no_grad(), banks.bound(together(["a", "b"], samples), Route.segmented, training=False):
+    with torch.no_grad(), banks.bind(together(["a", "b"], samples), Route.segmented, training=False):
         inside = llama.hidden(packed(samples))
     assert not torch.allclose(inside, bare)
 
@@ -209,7 +209,7 @@ def test_a_pass_inside_a_pass_is_a_bug_and_a_failed_pass_is_unbound(llama, crowd
     banks, _ = crowd
     microbatch = together(["a"], random_samples((4,)))
     with pytest.raises(AssertionError, match="already bound"):
-        with banks.bound(microbatch, Route.segmented, True), banks.bound(microbatch, Route.segmented, True):
+        with banks.bind(microbatch, Route.segmented, True), banks.bind(microbatch, Route.segmented, True):
             pass
     assert len(logits(llama, banks, microbatch)) == 1
 
@@ -221,7 +221,7 @@ def test_dropout_acts_in_training_only_and_not_by_other_jobs():
     microbatch = together(["a"], random_samples((9,)))
 
     def hidden(banks, training):
-        with torch.no_grad(), banks.bound(microbatch, Route.segmented, training):
+        with torch.no_grad(), banks.bind(microbatch, Route.segmented, training):
             return base.hidden(microbatch)
 
     banks = empty_banks(base)
@@ -357,7 +357,7 @@ def test_kernels_are_compiled_ahead_once_and_only_for_sites_that_have_adapters(
     banks = banks_with(llama, {"a": LoraSpec(rank=3, targets=(site.name,))})
     microbatch = together(["a"], random_samples((6,)))
     for _ in range(2):
-        with banks.bound(microbatch, Route.tiled, training=True):
+        with banks.bind(microbatch, Route.tiled, training=True):
             pass
     ((one,),) = choices.asked
     assert (one.features, one.widths) == (site.in_features, (site.out_features,))
@@ -372,7 +372,7 @@ def test_one_kind_alone_at_a_site_adds_to_the_products_own_dtype_as_peft_does() 
     a_rK, b_rN = (banks.attached["a"].layout.parameter_views(weights)[site.name, name] for name in (A, B))
     module, microbatch = base.sites()[site.name], together(["a"], random_samples((9,)))
     x_TK = torch.randn(9, site.in_features, generator=torch.Generator().manual_seed(1)).to(base.dtype)
-    with torch.no_grad(), banks.bound(microbatch, Route.reference, training=False):
+    with torch.no_grad(), banks.bind(microbatch, Route.reference, training=False):
         y_TN = module(x_TK)
     want_TN = torch.nn.functional.linear(x_TK, module.weight) + (x_TK @ a_rK.T) @ b_rN * 2.0
     assert torch.equal(y_TN, want_TN)

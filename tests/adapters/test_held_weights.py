@@ -114,7 +114,7 @@ def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, ends
         banks = Banks(one.sites(), one.shape.sites, next(one.model.parameters()), [names])
         attach(banks, one, "lora", SPECS["lora"], drawn(one, SPECS["lora"], 0))
         x_TK = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with banks.bound(microbatch, route if one is base else Route.segmented, training=True):
+        with banks.bind(microbatch, route if one is base else Route.segmented, training=True):
             y_TN = banks.linear(names[0])(x_TK, None)
             if one is base:
                 assert not any(module.held.alive for module in base.sites().values())
@@ -144,7 +144,7 @@ def test_on_codes_adapters_learn_by_the_kernels_what_they_learn_in_plain_torch(f
         )
         attach(banks, base, "lora", SPECS["lora"], drawn(base, SPECS["lora"], 0))
         x_TK = torch.randn(14, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with banks.bound(microbatch, route, training=True):
+        with banks.bind(microbatch, route, training=True):
             y_TN = banks.linear(names[0])(x_TK, None)
             y_TN.pow(2).sum().backward()
         found.append((y_TN.detach(), x_TK.grad, banks.attached["lora"].gradient))

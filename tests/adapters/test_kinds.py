@@ -42,7 +42,7 @@ def drawn(base, spec, seed):
 
 def gradients(base, banks, microbatch, route):
     """Logits, and the gradient of every job aboard, of one pass whose loss is the sum over all rows."""
-    with banks.bound(microbatch, route, training=True):
+    with banks.bind(microbatch, route, training=True):
         logits_TV = base.head().logits(base.hidden(microbatch))
         logits_TV.pow(2).mean(dim=1).sum().backward()
     return logits_TV.detach(), {job: attached.gradient.clone() for job, attached in banks.attached.items()}
@@ -87,7 +87,7 @@ def test_where_lora_is_alone_in_a_microbatch_its_kernels_run_though_others_are_a
     monkeypatch.setattr(TiledBank, "linear", lambda *given: kernels.append(given) or linear(*given))
     x_TK, samples = torch.randn(7, 32), random_samples((4, 3))
     for jobs, expected in ((("lora", "nobody"), 1), (("lora", "gate"), 1), (("nobody", "gate"), 1)):
-        with banks.bound(together(jobs, samples), Route.tiled, training=False), torch.no_grad():
+        with banks.bind(together(jobs, samples), Route.tiled, training=False), torch.no_grad():
             banks.linear(name)(x_TK, None)
         assert len(kernels) == expected
 
@@ -124,7 +124,7 @@ def test_sites_that_share_their_input_are_scaled_each_by_itself():
     residual_TN = torch.randn(
         7, sum(base.shape.site(name).out_features for name in names), dtype=torch.float64
     )
-    with banks.bound(microbatch, Route.tiled, training=False), torch.no_grad():
+    with banks.bind(microbatch, Route.tiled, training=False), torch.no_grad():
         got = banks.linear(names[0])(x_TK, residual_TN)
     for job, segment in zip(specs, microbatch.segments, strict=True):
         modules = plain_model("qwen2", JobAdapter(job, specs[job], 0), weights[job])
@@ -169,7 +169,7 @@ def test_beside_other_kinds_the_error_is_at_most_twice_that_of_plain_torch_in_th
     name = "model.layers.1.self_attn.k_proj"
     x_TK = torch.randn(27, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     microbatch = together([*specs], samples)
-    with banks.bound(microbatch, Route.tiled, training=False), torch.no_grad():
+    with banks.bind(microbatch, Route.tiled, training=False), torch.no_grad():
         got = banks.linear(name)(x_TK, None)
     for job, segment in zip(specs, microbatch.segments, strict=True):
         adapter, x_LK = JobAdapter(job, specs[job], 0), x_TK[segment.rows]

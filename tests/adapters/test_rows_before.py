@@ -52,7 +52,7 @@ def test_virtual_tokens_before_each_sample_learn_what_plain_torch_teaches_them(f
     parts = [Part(job, 1, data[job], index, 0, before[job]) for job in SPECS for index in (0, 1)]
     microbatch = collate(parts)
     assert microbatch.sample_lengths == (8, 10, 5, 7, 7, 9)
-    with banks.bound(microbatch, route, training=True):
+    with banks.bind(microbatch, route, training=True):
         logits_TV = base.head().logits(base.hidden(microbatch))
         rows = microbatch.targets_T != IGNORED
         logprobs_TV = logits_TV[rows].log_softmax(-1)

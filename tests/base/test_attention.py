@@ -63,7 +63,7 @@ def test_boundaries_are_cumulative_lengths() -> None:
     pack = attention.pack((4, 11, 1), CPU)
     assert pack.boundaries.tolist() == [0, 4, 15, 16]
     assert pack.boundaries.dtype == torch.int32
-    assert pack.longest == 11
+    assert pack.max_length == 11
 
 
 def attended(

@@ -56,6 +56,6 @@ def test_a_hub_id_that_cannot_be_fetched_gets_a_sentence():
 
 
 def test_values_are_as_wide_as_the_device_likes_unless_told():
-    assert bytes_per_value(BaseSpec(model="m"), gpu=True) == 2
-    assert bytes_per_value(BaseSpec(model="m"), gpu=False) == 4
-    assert bytes_per_value(BaseSpec(model="m", dtype="float64"), gpu=True) == 8
+    assert bytes_per_value(BaseSpec(model="m"), on_gpu=True) == 2
+    assert bytes_per_value(BaseSpec(model="m"), on_gpu=False) == 4
+    assert bytes_per_value(BaseSpec(model="m", dtype="float64"), on_gpu=True) == 8

@@ -13,7 +13,7 @@ from tests.base.packs import base_of, packed, random_samples
 from tests.families import config, randomised
 from weftune.base import model as base_model
 from weftune.base.check import use_attention
-from weftune.base.delta_net import have_equal_lengths
+from weftune.base.delta_net import group_by_chunk_count
 from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import BaseModelError
 
@@ -106,4 +106,4 @@ def test_the_check_at_load_notices_a_state_that_flows_on(monkeypatch: pytest.Mon
 
 
 def test_samples_of_equally_many_chunks_go_together() -> None:
-    assert have_equal_lengths((5, 64, 65, 1, 129, 128)) == [[0, 1, 3], [2, 5], [4]]
+    assert group_by_chunk_count((5, 64, 65, 1, 129, 128)) == [[0, 1, 3], [2, 5], [4]]

@@ -70,7 +70,7 @@ def test_the_largest_shard_has_the_planned_number_of_parameters(family):
     planned = shard_shape(whole.shape, 2)
     assert planned.vocabulary == 49
     assert max(base.shape.parameters for base in found) == planned.parameters
-    assert all(base.tied == whole.shape.ties_head == (family == "gemma3") for base in found)
+    assert all(base.is_tied == whole.shape.ties_head == (family == "gemma3") for base in found)
     assert all(base.shape.vocabulary == 97 for base in found)
 
 
@@ -214,7 +214,7 @@ def test_stages_of_shards_that_take_turns_give_the_bits_of_resident_shards(famil
         h_TD = None
         for number, stage in enumerate(streamed.stages):
             streamed.sources[number].copy_to(streamed.slot(number))
-            h_TD = stage.hidden(microbatch, given_TD=h_TD)
+            h_TD = stage.hidden(microbatch, input_TD=h_TD)
         return h_TD, streamed.whole.head().logits(h_TD)
 
     def resident(team):

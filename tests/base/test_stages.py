@@ -23,7 +23,7 @@ def through(stages, microbatch):
     """The last hidden states after all stages, one after another."""
     given_TD = None
     for stage in stages:
-        given_TD = stage.hidden(microbatch, given_TD=given_TD)
+        given_TD = stage.hidden(microbatch, input_TD=given_TD)
     return given_TD
 
 

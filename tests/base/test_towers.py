@@ -143,7 +143,7 @@ def test_in_stages_streamed_or_mapped_it_gives_the_bits_of_the_whole_tower(spec:
     layers = whole.shape.layers
     cuts = [LayerRange(0, 1, layers), LayerRange(1, layers, layers)]
     first, last = (load_stage(spec, CPU, held) for held in cuts)
-    h_TD = last.hidden(MICROBATCH, given_TD=first.hidden(MICROBATCH))
+    h_TD = last.hidden(MICROBATCH, input_TD=first.hidden(MICROBATCH))
     assert torch.equal(h_TD, whole.hidden(MICROBATCH))
     assert first.whole_sites == whole.shape.sites
     layout = Layout(tuple(StageLayers(n, n + 1, n == 1) for n in range(layers)), slot_counts=(1,))
@@ -152,7 +152,7 @@ def test_in_stages_streamed_or_mapped_it_gives_the_bits_of_the_whole_tower(spec:
         for number, stage in enumerate(streamed.stages):
             if number in streamed.sources:
                 streamed.sources[number].copy_to(streamed.slot(number))
-            given_TD = stage.hidden(MICROBATCH, given_TD=given_TD)
+            given_TD = stage.hidden(MICROBATCH, input_TD=given_TD)
         assert torch.equal(given_TD, whole.hidden(MICROBATCH))
     in_files = set().union(*weights_in_files(spec, CPU).values())
     assert in_files >= {name for name, _ in whole.model.named_parameters()}

@@ -115,7 +115,7 @@ def uncached(adapted: AdaptedBase, adapter: str | None, tokens: list[int]) -> Te
     microbatch = packed([torch.tensor(tokens)])
     segment = Segment(adapter or "", 1, 0, len(tokens), adapter=adapter)
     microbatch = replace(microbatch, segments=(segment,)).to(adapted.base.device)
-    with torch.no_grad(), adapted.banks.bound(microbatch, adapted.route, training=False):
+    with torch.no_grad(), adapted.banks.bind(microbatch, adapted.route, training=False):
         return adapted.base.head().logits(adapted.base.hidden(microbatch))
 
 

@@ -56,7 +56,7 @@ def test_decoded_tokens_have_the_log_probabilities_of_a_training_pass(shape, dty
         differences.append((torch.tensor(one.logprobs) - logprobs_of(logits_TV, one.tokens)).abs())
     mean = torch.cat(differences).mean().item()
     assert mean < (3e-3 if dtype is torch.bfloat16 else 1e-5), mean
-    assert adapted.capturable is (dtype is torch.bfloat16)
+    assert adapted.can_capture is (dtype is torch.bfloat16)
 
 
 def test_captured_and_uncaptured_steps_choose_the_same_tokens(tmp_path: Path):

@@ -50,17 +50,17 @@ def own_numbers(spec):
     aboard.scorer.objectives["job"] = make_objective(spec)
     counts = tuple(samples.supervised.tolist())
     losses, sums = [], 0
-    if spec.mismatched:
+    if spec.mismatched_samples:
         score_mismatched(aboard, samples, "batch", 0)
         score_mismatched(aboard, samples, "held_out", 1)
     for chosen in HALVES:
         part = laid(samples, chosen)
-        with aboard.banks.bound(part.microbatch, Route.segmented, training=True):
+        with aboard.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD = aboard.base.hidden(part.microbatch)
         scores = aboard.scorer.score(
             h_TD.detach().requires_grad_(), part, lambda segment: sum(counts), lambda segment: counts
         )
-        with aboard.banks.bound(part.microbatch, Route.segmented, training=True):
+        with aboard.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD.backward(scores.gradient_TD())
         losses += [loss.item() for loss in scores.losses]
         sums = sums + scores.metrics[0]

@@ -37,7 +37,7 @@ class OwnWords:
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         weights = torch.tensor(scores.counts, dtype=torch.float64)
-        return -(scores.sums() * weights).sum() / batch.supervised
+        return -(scores.sums() * weights).sum() / batch.supervised_tokens
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
@@ -68,7 +68,7 @@ def spoken(executor, job):
             alone.sample_lengths,
             (Segment(job, 1, 0, len(tokens_L)),),
         )
-        with executor.banks.bound(microbatch, Route.segmented, training=False):
+        with executor.banks.bind(microbatch, Route.segmented, training=False):
             return executor.base.head().logits(executor.base.hidden(microbatch))
 
     return [greedy(logits_of, prompt) for prompt in PROMPTS]

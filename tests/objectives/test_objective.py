@@ -40,11 +40,11 @@ class ScoredJobs:
 
     @torch.no_grad()
     def hidden(self, laid):
-        with self.banks.bound(laid.microbatch, Route.segmented, training=False):
+        with self.banks.bind(laid.microbatch, Route.segmented, training=False):
             return self.base.hidden(laid.microbatch)
 
     def train(self, laid, supervised, samples) -> list[float]:
-        with self.banks.bound(laid.microbatch, Route.segmented, training=True):
+        with self.banks.bind(laid.microbatch, Route.segmented, training=True):
             h_TD = self.base.hidden(laid.microbatch)
         leaf_TD = h_TD.detach().requires_grad_()
         scores = self.scorer.score(
@@ -53,7 +53,7 @@ class ScoredJobs:
             lambda segment: supervised[segment.job],
             lambda segment: (1,) * samples[segment.job],
         )
-        with self.banks.bound(laid.microbatch, Route.segmented, training=True):
+        with self.banks.bind(laid.microbatch, Route.segmented, training=True):
             h_TD.backward(scores.gradient_TD())
         return [loss.item() for loss in scores.losses]
 

@@ -43,16 +43,16 @@ def own_numbers(spec):
     losses, evaluations = [], []
     for chosen in HALVES:
         part = laid(pairs, chosen)
-        with scored.banks.bound(part.microbatch, Route.segmented, training=True):
+        with scored.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD = scored.base.hidden(part.microbatch)
         leaf_TD = h_TD.detach().requires_grad_()
         scores = scored.scorer.score(leaf_TD, part, lambda segment: sum(counts), lambda segment: counts)
-        with scored.banks.bound(part.microbatch, Route.segmented, training=True):
+        with scored.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD.backward(scores.gradient_TD())
         losses += [loss.item() for loss in scores.losses]
         training.collect(part.microbatch.segments[0], scores.losses[0], scores.correct[0], scores.metrics[0])
         evaluations += scored.scorer.evaluate(scored.hidden(part), part)
-    metrics, held_out = spec.named_metrics(training.open.metrics_M.tolist()), reduce(add, evaluations)
+    metrics, held_out = spec.named_metrics(training.open_batch.metrics_M.tolist()), reduce(add, evaluations)
     assert spec.named_metrics(held_out.mean_metrics()) == pytest.approx(metrics, rel=1e-9)
     return {
         "loss": sum(losses),

@@ -42,11 +42,11 @@ def own_numbers(spec):
     losses, metrics = [], torch.zeros(len(PAIR_METRICS), dtype=torch.float64)
     for chosen in (range(2), range(2, len(pairs))):
         part = laid(pairs, chosen)
-        with scored.banks.bound(part.microbatch, Route.segmented, training=True):
+        with scored.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD = scored.base.hidden(part.microbatch)
         leaf_TD = h_TD.detach().requires_grad_()
         scores = scored.scorer.score(leaf_TD, part, lambda segment: sum(counts), lambda segment: counts)
-        with scored.banks.bound(part.microbatch, Route.segmented, training=True):
+        with scored.banks.bind(part.microbatch, Route.segmented, training=True):
             h_TD.backward(scores.gradient_TD())
         losses += [loss.item() for loss in scores.losses]
         metrics += scores.metrics[0]

@@ -16,7 +16,7 @@ from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 
 SHAPES = [(1, 64), (7, 9), (33, 130), (300, 72)]
-FORMS = [Nf4(), Nf4(nested=False), Int8(), Fp8()]
+FORMS = [Nf4(), Nf4(is_nested=False), Int8(), Fp8()]
 
 
 def check(form, shape, dtype, device):

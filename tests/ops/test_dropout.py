@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weftune.ops import dropout
-from weftune.ops.dropout import kept_TK, key, mix_int, threshold, to_odd
+from weftune.ops.dropout import keep_mask_TK, keep_threshold, mask_key, mix_int, to_odd
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def test_a_value_is_kept_if_its_bits_reach_the_threshold():
     rows = fmix32(np.array([3, 4, 50000]) ^ 1234) | 1
     features = fmix32(np.arange(1, 41, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ np.uint32(1234)) | 1
     high = rows[:, None] * features >> np.uint32(16)
-    kept = kept_TK(1234, torch.tensor([3, 4, 50000]), 40, 0.25).numpy()
+    kept = keep_mask_TK(1234, torch.tensor([3, 4, 50000]), 40, 0.25).numpy()
     # Read as signed, the smallest quarter of all integers is 0x8000… to 0xBFFF….
     dropped = (high >= 0x8000) & (high < 0xC000)
     assert (kept == ~dropped).all()
@@ -41,8 +41,8 @@ def test_a_value_is_kept_if_its_bits_reach_the_threshold():
 
 def test_known_bits():
     """A GPU kernel must draw these too; they may never change, or resumed jobs would."""
-    assert key(7, 3, "model.layers.0.self_attn.q_proj") == 0x79D80F5
-    kept = kept_TK(0x79D80F5, torch.tensor([0, 1, 70000]), 8, 0.5)
+    assert mask_key(7, 3, "model.layers.0.self_attn.q_proj") == 0x79D80F5
+    kept = keep_mask_TK(0x79D80F5, torch.tensor([0, 1, 70000]), 8, 0.5)
     assert kept.int().tolist() == [
         [0, 0, 1, 0, 0, 0, 1, 1],
         [0, 1, 0, 1, 0, 1, 1, 1],
@@ -52,7 +52,7 @@ def test_known_bits():
 
 @pytest.mark.parametrize("probability", [0.05, 0.1, 0.5, 0.9])
 def test_the_share_dropped_is_the_probability_on_rows_and_columns(probability):
-    kept = kept_TK(key(0, 1, "site"), torch.arange(4000), 500, probability).double()
+    kept = keep_mask_TK(mask_key(0, 1, "site"), torch.arange(4000), 500, probability).double()
     assert abs(1 - kept.mean() - probability) < 3e-3
     spread = (probability * (1 - probability)) ** 0.5
     assert (1 - kept.mean(1) - probability).abs().max() < 6 * spread / 500**0.5
@@ -62,7 +62,7 @@ def test_the_share_dropped_is_the_probability_on_rows_and_columns(probability):
 def test_neighbouring_counters_are_uncorrelated():
     rows = torch.arange(3000)
     masks = [
-        kept_TK(key(seed, step, site), rows, 300, 0.5).double() - 0.5
+        keep_mask_TK(mask_key(seed, step, site), rows, 300, 0.5).double() - 0.5
         for seed, step, site in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b")]
     ]
     for i, first in enumerate(masks):
@@ -75,7 +75,7 @@ def test_neighbouring_counters_are_uncorrelated():
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_no_two_rows_and_no_two_features_share_more_than_chance_gives(probability):
     """All pairs: a product of hashes must not make rows or features alike, as a weaker mix of both does."""
-    kept = kept_TK(key(0, 1, "site"), torch.arange(1500), 1500, probability).double()
+    kept = keep_mask_TK(mask_key(0, 1, "site"), torch.arange(1500), 1500, probability).double()
     even = (kept - 1 + probability) / (probability * (1 - probability)) ** 0.5
     for values in (even, even.T):
         pairs = (values @ values.T / 1500**0.5)[tuple(torch.triu_indices(1500, 1500, 1))]
@@ -84,36 +84,36 @@ def test_no_two_rows_and_no_two_features_share_more_than_chance_gives(probabilit
 
 
 def test_a_row_keeps_its_mask_wherever_it_is_packed():
-    whole = kept_TK(123, torch.arange(50), 16, 0.3)
-    assert torch.equal(kept_TK(123, torch.arange(20, 50), 16, 0.3), whole[20:])
-    assert torch.equal(kept_TK(123, torch.tensor([49, 3]), 16, 0.3), whole[[49, 3]])
+    whole = keep_mask_TK(123, torch.arange(50), 16, 0.3)
+    assert torch.equal(keep_mask_TK(123, torch.arange(20, 50), 16, 0.3), whole[20:])
+    assert torch.equal(keep_mask_TK(123, torch.tensor([49, 3]), 16, 0.3), whole[[49, 3]])
 
 
 def test_a_gpus_way_gives_the_same_bits():
     for site in (123, 0xFFFFFFFF):
-        whole = kept_TK(site, torch.arange(50), 16, 0.3)
+        whole = keep_mask_TK(site, torch.arange(50), 16, 0.3)
         assert torch.equal(
-            dropout._keep_mask_by_torch(site, torch.arange(50), range(1, 17), threshold(0.3)), whole
+            dropout._keep_mask_by_torch(site, torch.arange(50), range(1, 17), keep_threshold(0.3)), whole
         )
 
 
 def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
-    whole = kept_TK(123, torch.arange(50), 16, 0.3)
+    whole = keep_mask_TK(123, torch.arange(50), 16, 0.3)
     monkeypatch.setattr("weftune.ops.dropout.FEW", 0)
-    assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
+    assert torch.equal(keep_mask_TK(123, torch.arange(50), 16, 0.3), whole)
     monkeypatch.setattr("weftune.ops.dropout.CHUNK", 16 * 7)
-    assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
+    assert torch.equal(keep_mask_TK(123, torch.arange(50), 16, 0.3), whole)
 
 
 def test_nothing_is_dropped_at_zero_and_half_of_the_bits_reach_the_threshold_of_a_half():
-    assert threshold(0.0) == -(1 << 31)
-    assert threshold(0.5) == 0
-    assert threshold(1.0) == (1 << 31) - 1
+    assert keep_threshold(0.0) == -(1 << 31)
+    assert keep_threshold(0.5) == 0
+    assert keep_threshold(1.0) == (1 << 31) - 1
 
 
 def test_known_keys_of_long_seeds():
     """They may never change, nor forget a half of the seed: a run that goes on would drop other values."""
-    keys = [key(seed, 3, "site") for seed in (1, 1 + (1 << 32), (5 << 32) + 1, 1 + (1 << 64))]
+    keys = [mask_key(seed, 3, "site") for seed in (1, 1 + (1 << 32), (5 << 32) + 1, 1 + (1 << 64))]
     assert len(set(keys[:3])) == 3
     assert keys[3] == keys[0]
     assert keys[:2] == [1446879739, 322182480]
@@ -121,20 +121,20 @@ def test_known_keys_of_long_seeds():
 
 def test_how_many_are_drawn_at_a_time_changes_nothing(monkeypatch):
     tokens = torch.arange(50)
-    whole = kept_TK(77, tokens, 30, 0.3)
+    whole = keep_mask_TK(77, tokens, 30, 0.3)
     for chunk in (1, 30, 100, 1 << 30):
         monkeypatch.setattr(dropout, "CHUNK", chunk)
-        assert torch.equal(kept_TK(77, tokens, 30, 0.3), whole)
-    assert kept_TK(77, tokens[:0], 30, 0.3).shape == (0, 30)
+        assert torch.equal(keep_mask_TK(77, tokens, 30, 0.3), whole)
+    assert keep_mask_TK(77, tokens[:0], 30, 0.3).shape == (0, 30)
 
 
 def test_32_bits_read_as_signed():
     values = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
     assert [dropout.to_signed(value) for value in values] == [0, 1, 2**31 - 1, -(2**31), 1 - 2**31, -1]
-    assert (threshold(0.0), threshold(0.5), threshold(1.0)) == (-(2**31), 0, 2**31 - 1)
+    assert (keep_threshold(0.0), keep_threshold(0.5), keep_threshold(1.0)) == (-(2**31), 0, 2**31 - 1)
 
 
 def test_a_part_of_the_features_has_the_masks_of_the_whole():
-    whole = kept_TK(123, torch.arange(50), 64, 0.3)
-    part = kept_TK(123, torch.arange(50), 16, 0.3, first_feature=32)
+    whole = keep_mask_TK(123, torch.arange(50), 64, 0.3)
+    part = keep_mask_TK(123, torch.arange(50), 16, 0.3, first_feature=32)
     assert torch.equal(part, whole[:, 32:48])

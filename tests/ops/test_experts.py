@@ -92,8 +92,12 @@ def test_rows_of_one_expert_lie_together_and_in_the_order_of_tokens():
     assert routes.experts_S.tolist() == [0, 0, 1, 1, 2, 2]
     assert routes.stops_E.tolist() == [2, 4, 6, 6]
     tokens_31 = torch.arange(3.0)[:, None]
-    assert routes.rows(tokens_31)[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
-    assert routes.gather_outputs(routes.rows(tokens_31), torch.ones(3, 2))[:, 0].tolist() == [0, 2, 4]
+    assert routes.sorted_tokens(tokens_31)[:, 0].tolist() == [0, 1, 1, 2, 0, 2]
+    assert routes.gather_outputs(routes.sorted_tokens(tokens_31), torch.ones(3, 2))[:, 0].tolist() == [
+        0,
+        2,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 def forgotten(monkeypatch):
     """Nothing has failed before, and nothing has after the test."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(fallback, "_failed", set())
-    monkeypatch.setattr(fallback, "_rehearsed", {})
+    monkeypatch.setattr(fallback, "_failed_ops", set())
+    monkeypatch.setattr(fallback, "_rehearsal_results", {})
 
 
 def refuse(*arguments):
@@ -219,4 +219,4 @@ def test_a_rehearsal_adds_nothing_to_the_gradients(device, monkeypatch):
     (entry,) = by_slot[0]
     assert not entry.da_RK.any()
     assert not entry.db_RN.any()
-    assert len(fallback._rehearsed) == 1
+    assert len(fallback._rehearsal_results) == 1

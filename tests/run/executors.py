@@ -60,9 +60,9 @@ def in_flight(laid: DeviceMicrobatch) -> InFlight:
 def rows_on_device(activations: Activations) -> int:
     """Return the number of rows on the device, over all stages."""
     kept = getattr(activations, "_kept", activations)
-    return sum(len(input_TD) for input_TD in kept._here.values())
+    return sum(len(input_TD) for input_TD in kept._inputs.values())
 
 
 def is_empty(activations: Activations) -> bool:
     kept = getattr(activations, "_kept", activations)
-    return not (kept._here or kept._gradients or kept._outgoing or getattr(activations, "_rows", None))
+    return not (kept._inputs or kept._gradients or kept._outgoing or getattr(activations, "_rows", None))

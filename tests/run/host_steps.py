@@ -63,7 +63,7 @@ def steps_for(stages=4, make=update, dtype=torch.bfloat16):
 def attach_all(steps, *together):
     for training in together:
         steps.attach(training, steps.transfers.attach(training).parts)
-    return [StepRequest(training, supervised=6) for training in together]
+    return [StepRequest(training, supervised_tokens=6) for training in together]
 
 
 def hand_in(steps, training, gradient, loss=1.5):
@@ -83,7 +83,7 @@ def hand_in(steps, training, gradient, loss=1.5):
 
 
 def open_batch(training, loss=1.5):
-    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+    training.open_batch = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
 
 
 def drawn(training, seed, size=1.0):
@@ -94,7 +94,7 @@ def drawn(training, seed, size=1.0):
 def begin(steps, together):
     norm_J = steps.transfers.gradient_norms([one.training.job for one in together])
     run = steps.begin(together, norm_J, tuple)
-    assert all(one.training.open is None for one in together)
+    assert all(one.training.open_batch is None for one in together)
     return run
 
 
@@ -107,7 +107,7 @@ def expected(training, gradient, loss=1.5):
     """What came of the same Step when it was made of the whole and waited for."""
     training.gradient.copy_(gradient)
     open_batch(training, loss)
-    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
     return outcome
 
 

@@ -85,9 +85,9 @@ def test_what_was_in_the_making_is_forgotten_when_a_job_goes_back(tmp_path, fres
     checkpoint.save(tmp_path, at_step(fresh(), 3))
     other = fresh()
     other.gradient.fill_(1.0)
-    other.best = other.master.clone()
+    other.best_weights = other.master.clone()
     assert checkpoint.restore(tmp_path, other)
-    assert other.best is None
+    assert other.best_weights is None
     assert not other.gradient.any()
 
 
@@ -101,9 +101,9 @@ def test_slices_whose_evaluation_was_the_best_bring_their_master_weights_as_the_
         assert checkpoint.restore(tmp_path, restored)
         assert restored.progress == training.progress
         if keeps_best and best_step == 7:
-            assert (restored.best == 7).all()
+            assert (restored.best_weights == 7).all()
         else:
-            assert restored.best is None
+            assert restored.best_weights is None
 
 
 def rewritten(folder, change):

@@ -150,7 +150,7 @@ def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_ha
         list(executors.run_program(made, planned, jobs))
     hook.remove()
     for training in made.attached.values():
-        assert training.open is None
+        assert training.open_batch is None
         assert not training.gradient.any()
     done = {name: training.progress.step for name, training in made.attached.items()}
     assert sum(done.values()) > 0
@@ -185,7 +185,7 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     steps = [(event.job, event.step) for event in seen if isinstance(event, Stepped)]
     assert sum(isinstance(event, Passed) for event in seen) > 2
     assert sorted(steps) == [("a", 1), ("b", 1)]
-    assert all(training.open is None for training in made.attached.values())
+    assert all(training.open_batch is None for training in made.attached.values())
 
 
 def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(base):
@@ -195,10 +195,10 @@ def test_once_overdue_nothing_more_is_computed_and_the_open_batch_is_dropped(bas
     by_name, passes = {job.name: job for job in jobs}, []
     base.model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
     fetch = lambda plan, kind: collate_plan(plan, kind, by_name)  # noqa: E731
-    events = list(made.run(planned, fetch, overdue=lambda: len(passes) == 2))
+    events = list(made.run(planned, fetch, is_overdue=lambda: len(passes) == 2))
     assert len(passes) == 2
     assert not any(isinstance(event, Stepped) for event in events)
-    assert all((one.progress.step, one.open) == (0, None) for one in made.attached.values())
+    assert all((one.progress.step, one.open_batch) == (0, None) for one in made.attached.values())
     run(made, jobs, 2, capacity=24)
     run(undisturbed, jobs, 2, capacity=24)
     for job in by_name:

@@ -89,9 +89,9 @@ def assert_means(executor, jobs, masters, first, last, dtype=torch.float64):
     for job in jobs:
         training = executor.attached[job.name]
         assert training.progress.averaged == last - first + 1
-        assert training.mean.dtype == training.master.dtype
+        assert training.mean_weights.dtype == training.master.dtype
         want = plain_mean(masters, job.name, first, last)
-        torch.testing.assert_close(training.mean, want, rtol=TIGHT[dtype], atol=TIGHT[dtype])
+        torch.testing.assert_close(training.mean_weights, want, rtol=TIGHT[dtype], atol=TIGHT[dtype])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,13 +108,13 @@ def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_
     )
     train(executor, jobs, 2, masters)
     assert_means(executor, jobs, masters, 2, 3, dtype)
-    assert not torch.equal(executor.attached[job.name].mean, executor.attached[job.name].master)
+    assert not torch.equal(executor.attached[job.name].mean_weights, executor.attached[job.name].master)
     train(executor, jobs, 1, masters)
     assert_means(executor, jobs, masters, 4, 4, dtype)
-    assert torch.equal(executor.attached[job.name].mean, masters[job.name, 4])
+    assert torch.equal(executor.attached[job.name].mean_weights, masters[job.name, 4])
     train(executor, jobs, 1, masters)
     training = executor.attached[job.name]
-    assert (training.progress.step, training.progress.averaged, training.mean) == (5, 0, None)
+    assert (training.progress.step, training.progress.averaged, training.mean_weights) == (5, 0, None)
 
 
 def test_with_the_kernels_of_a_gpu_too(monkeypatch):
@@ -136,7 +136,7 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
         attach_jobs(one, jobs)
         run(one, plan(one, jobs, 3), jobs)
     addresses = executor.attached[looking.name].state.weights.data_ptr()
-    mean = executor.attached[looking.name].mean.clone()
+    mean = executor.attached[looking.name].mean_weights.clone()
     executor.use_mean_weights(looking.name)
     held = [replace(job, limit=3) if job is looking else job for job in jobs]
     events = told(run(executor, plan(executor, held, 1, begins=[looking.name]), held))
@@ -186,7 +186,7 @@ def test_saved_inside_a_span_it_goes_on_to_the_same_mean(layout, tmp_path):
     assert training.progress.averaged == 1
     restored.attach(training)
     run(restored, plan(restored, [job], 1), [job])
-    assert torch.equal(restored.attached[job.name].mean, executor.attached[job.name].mean)
+    assert torch.equal(restored.attached[job.name].mean_weights, executor.attached[job.name].mean_weights)
     assert restored.attached[job.name].progress == executor.attached[job.name].progress
 
 
@@ -205,7 +205,7 @@ def as_worker(connections, cuts):
         if plan.segments
     }
     # Other workers than the first report no step: the master is noted where a step is made.
-    masters, make = {}, executor.adapters.make
+    masters, make = {}, executor.adapters.make_step
 
     def made(due, sums):
         outcome = make(due, sums)
@@ -213,11 +213,11 @@ def as_worker(connections, cuts):
         masters[training.job, training.progress.step] = training.master.clone()
         return outcome
 
-    executor.adapters.make = made
+    executor.adapters.make_step = made
     list(executor.run(program, fetch_from(program, microbatches)))
     transport.flush()
     return {
-        name: (training.mean, plain_mean(masters, name, 2, 3), training.progress.averaged)
+        name: (training.mean_weights, plain_mean(masters, name, 2, 3), training.progress.averaged)
         for name, training in executor.attached.items()
     }
 

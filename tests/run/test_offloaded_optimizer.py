@@ -38,7 +38,7 @@ STATE = ("master", "exp_avg", "exp_avg_sq", "weights")
 
 
 def executor_of(layout=OFFLOADED, make=update, dtype=torch.float32, family="llama"):
-    return resident_executor(whole_base(family, dtype), part=layout.for_worker(0), make=make)
+    return resident_executor(whole_base(family, dtype), part=layout.for_worker(0), apply_updates=make)
 
 
 def pieces_of(monkeypatch, size):
@@ -207,7 +207,7 @@ def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(m
         return forward(visit, rows, input_TD, keep)
 
     def first(visit, rows, input_TD, keep):
-        if executor.adapters._underway is None:
+        if executor.adapters._steps_underway is None:
             return forward(visit, rows, input_TD, keep)
         return noted(visit, rows, input_TD, keep)
 
@@ -269,7 +269,7 @@ def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_wai
     adapters.steps.ring.lanes = PieceLanes(up, making, down)
     for training in executor.attached.values():
         training.gradient.fill_(1.0)
-        training.open = open_batch()
+        training.open_batch = open_batch()
     underway = adapters.step([StepRequest(executor.attached[name], 6) for name in "ab"])
     assert making.waited == ["passes"], "updates follow the passes that made the gradients"
     assert not adapters.make_readable(0, [], before_backward=False)
@@ -316,7 +316,7 @@ def test_a_job_whose_weights_are_not_finite_after_its_step_fails_alone():
     attach_jobs(executor, jobs)
     for training in executor.attached.values():
         training.gradient.fill_(1.0)
-        training.open = open_batch()
+        training.open_batch = open_batch()
     executor.attached["b"].master[-1] = math.inf
     made, failed = executor.adapters.step(
         [StepRequest(executor.attached[name], 6) for name in "ab"]
@@ -335,7 +335,7 @@ def test_a_job_that_goes_while_its_step_is_not_made_takes_all_of_it_along(when):
             training = each.attached[job.name]
             generator = torch.Generator().manual_seed(job.spec.seed)
             training.gradient.copy_(torch.randn(training.gradient.shape, generator=generator))
-            training.open = open_batch()
+            training.open_batch = open_batch()
     underway = executor.adapters.step([StepRequest(executor.attached[job.name], 6) for job in jobs])
     other.adapters.step([StepRequest(other.attached[job.name], 6) for job in jobs]).outcomes()
     if when == "killed":

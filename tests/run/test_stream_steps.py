@@ -49,7 +49,7 @@ def one_job(base, steps=4):
 
 def executor_of(cut, make=update, dtype=torch.float32):
     base = stream_model(deep("llama", dtype), BaseSpec(model="tiny"), bench.CPU, travelling(cut))
-    return streamed_executor(base, make=make)
+    return streamed_executor(base, apply_updates=make)
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from weftune.ops.lora.tiled import OP
 from weftune.ops.site import GatheredRows
 
 SLOTS = 64
-"""Initial number of jobs for which the kernels' tables have room. It is doubled when it is exceeded."""
+"""Initial number of jobs for which the kernels' tables have room. The tables are doubled when more jobs are
+attached."""
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class AttachedJob:
     slot: int
     weights: Tensor
     gradient: Tensor
-    read: Parameters
+    read_parameters: Parameters
     """Tensors on the device that passes read: the parameters in `weights`, and constants of the adapter's
     kind."""
     totals: Parameters
@@ -61,13 +62,13 @@ class AttachedJob:
     version: int
     """Version of the weights that passes read: the step that computed them, negative for a mean of several
     steps' weights, 0 without training."""
-    tiled: bool
+    is_tiled: bool
     """Whether the kernels of the tiled route compute all parts of the job's adapter."""
     gathers_rows: bool
     """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
-    tiled_linears: bool
-    """Whether these kernels compute the adapter at all linears. It may have other parts, such as virtual
-    tokens."""
+    has_tiled_linears: bool
+    """Whether the kernels of the tiled route compute the job's adapter at all linears. Parts of the adapter
+    outside linears, such as virtual tokens, do not matter."""
     rows_before: Tensor | None
     """Virtual-token embeddings that the job inserts before every sample, [rows, D]. None if it has none."""
     prefix_sites: Mapping[int, str]
@@ -78,7 +79,11 @@ class AttachedJob:
     @property
     def keys(self) -> int:
         """Number of prefix keys that the job inserts before every sample in every layer."""
-        return len(self.read[next(iter(self.prefix_sites.values())), KEYS]) if self.prefix_sites else 0
+        return (
+            len(self.read_parameters[next(iter(self.prefix_sites.values())), KEYS])
+            if self.prefix_sites
+            else 0
+        )
 
 
 class Banks:
@@ -105,12 +110,12 @@ class Banks:
         self.choices = device_choices(example.device)
         """Measured choices between kernels on this device."""
         self._attachments = 0
-        self._free: list[int] = []
+        self._freed_slots: list[int] = []
         """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
         """A scalar that requires a gradient but gets none. It makes outputs of linears require a gradient."""
-        self._compiled: set[Hashable] = set()
+        self._compiled_launches: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
@@ -176,8 +181,8 @@ class Banks:
             if parameter.name == KEYS and (layer := layer_number(parameter.site)) is not None
         }
         tiled_parts = self._tiled_parts(kind, adapter, linears, views, totals)
-        if self._free:
-            heappop(self._free)
+        if self._freed_slots:
+            heappop(self._freed_slots)
         self._attachments += 1
         self.attached[adapter.job] = AttachedJob(
             adapter=adapter,
@@ -185,14 +190,14 @@ class Banks:
             slot=slot,
             weights=weights,
             gradient=gradient,
-            read=views,
+            read_parameters=views,
             totals=totals,
             groups=(*linears, *at_experts),
             serial=self._attachments,
             version=0,
-            tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
+            is_tiled=not (inserted or prefix_sites or at_experts) and tiled_parts is not None,
             gathers_rows=not inserted and not at_experts and kind.gathers(spec),
-            tiled_linears=tiled_parts is not None,
+            has_tiled_linears=tiled_parts is not None,
             rows_before=before,
             prefix_sites=prefix_sites,
             tokens=tokens,
@@ -266,10 +271,10 @@ class Banks:
 
     def detach(self, job: str) -> None:
         attached = self.attached.pop(job)
-        heappush(self._free, attached.slot)
+        heappush(self._freed_slots, attached.slot)
         for group in attached.groups:
             group.banks[attached.adapter.spec.kind].detach(job)
-            if attached.tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
+            if attached.has_tiled_linears and isinstance(group, SiteGroup) and group.tiled is not None:
                 group.tiled.detach(job)
         if self._constants:
             read = {_constants_key(one.adapter.spec) for one in self.attached.values()}
@@ -287,7 +292,7 @@ class Banks:
 
     def _free_slot(self) -> int:
         """Return the lowest free slot (index in the kernels' tables), after doubling full tables."""
-        slot = self._free[0] if self._free else len(self.attached)
+        slot = self._freed_slots[0] if self._freed_slots else len(self.attached)
         if slot >= self.slots:
             self.slots *= 2
             for bank in self._tiled_banks():
@@ -300,8 +305,9 @@ class Banks:
     # -- passes ------------------------------------------------------------------------------------------
 
     def limits(self) -> tuple[object, ...]:
-        """Return the properties of the attached jobs on which a CUDA graph depends: the size of the kernels'
-        tables, ranks, and whether there is dropout."""
+        """Return the properties of the attached jobs on which a CUDA graph depends, such as the size of the
+        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while they
+        are equal."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
@@ -312,7 +318,7 @@ class Banks:
         if has_failed(OP):
             return False
         found = self._segments(microbatch)
-        return all(attached.tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
+        return all(attached.is_tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
 
     def is_decode_capturable(self, microbatch: Microbatch) -> bool:
         """Return whether a CUDA graph can run a decode step with this microbatch. The tiled kernels must
@@ -320,7 +326,8 @@ class Banks:
         looked up on the host."""
         found = [attached for _, attached in self._segments(microbatch)]
         return not has_failed(OP) and all(
-            attached.tokens is None and (attached.tiled_linears or not attached.groups) for attached in found
+            attached.tokens is None and (attached.has_tiled_linears or not attached.groups)
+            for attached in found
         )
 
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
@@ -328,7 +335,7 @@ class Banks:
         to its last."""
         found: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
-            if not attached.tiled:
+            if not attached.is_tiled:
                 first, _ = found.get(segment.job, (segment, attached))
                 found[segment.job] = replace(first, stop=segment.stop), attached
         return list(found.values())
@@ -359,7 +366,7 @@ class Banks:
         return seats
 
     @contextmanager
-    def bound(
+    def bind(
         self,
         microbatch: Microbatch,
         route: Route,
@@ -436,7 +443,7 @@ class Banks:
             gathered_rows or {},
             self._sum_over_shards,
         )
-        plain = tuple(segment for segment, attached in found if not attached.tiled_linears)
+        plain = tuple(segment for segment, attached in found if not attached.has_tiled_linears)
         if rows is not None and training:
             self._compile_ahead(bound, (microbatch.rows, self.limits()))
         return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
@@ -444,9 +451,9 @@ class Banks:
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
         `launches`."""
-        if launches in self._compiled or not self.choices.can_compile:
+        if launches in self._compiled_launches or not self.choices.can_compile:
             return
-        self._compiled.add(launches)
+        self._compiled_launches.add(launches)
         found = (group.timing_trial(bound) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
@@ -456,9 +463,9 @@ class Banks:
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
-    def _embed_tokens(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, plain_forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
-        h, bound = plain(tokens), self._current.bound
+        h, bound = plain_forward(tokens), self._current.bound
         if bound is None:
             return h
         for segment, attached in self._segments(bound.microbatch):
@@ -493,8 +500,12 @@ class Banks:
         for _, attached in self._segments(bound.microbatch):
             if attached.keys:
                 site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
-                keys = accumulate_gradient(attached.read[site, KEYS], totals[site, KEYS], bound.anchor)
-                values = accumulate_gradient(attached.read[site, VALUES], totals[site, VALUES], bound.anchor)
+                keys = accumulate_gradient(
+                    attached.read_parameters[site, KEYS], totals[site, KEYS], bound.anchor
+                )
+                values = accumulate_gradient(
+                    attached.read_parameters[site, VALUES], totals[site, VALUES], bound.anchor
+                )
                 found.append((keys, values))
         return found
 

@@ -53,7 +53,7 @@ class ExpertBank:
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job with its parameters and the accumulators of their gradients. Its index in the kernels'
-        tables counts only jobs with adapters on these experts."""
+        tables is one among the jobs with adapters on these experts, not its slot."""
         taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)

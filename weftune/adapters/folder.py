@@ -19,7 +19,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SEQUENCE_TASK = "SEQ_CLS"
 """PEFT's task type of an adapter with a scalar head."""
 JOB_FILE = "job.yaml"
-"""Name of the file that training writes into the folder before it writes a config or weights."""
+"""Name of the file with the job's keys, which training writes into an adapter folder before it writes a
+config or weights."""
 PICKLE_FILE = "adapter_model.bin"
 
 CONVERT_COMMAND = (
@@ -94,7 +95,8 @@ def has_scalar_head(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_reward_model(folder: Path, sentence: str) -> None:
-    """Raise AdapterError with this sentence if the folder holds an adapter with a scalar head."""
+    """Raise AdapterError with the message `sentence` if the folder holds an adapter with a scalar head (a
+    reward model)."""
     if has_scalar_head(read_config(folder)):
         raise AdapterError(f"{folder} holds a reward model, {sentence}.")
 

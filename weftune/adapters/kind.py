@@ -75,7 +75,7 @@ class NewAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The base's weights and biases of linears that share their input, stacked."""
+    """The stacked weights and biases, in the base, of linears that share their input."""
 
     weight: Weight
     """Stacked weights of all linears of the group, [N, K]."""
@@ -85,7 +85,7 @@ class Frozen:
         """Compute xWᵀ + b into a new tensor, never a view, since the adapters add to it in place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
-    def summed(self, x_TK: Tensor) -> Tensor:
+    def unrounded_product(self, x_TK: Tensor) -> Tensor:
         """Compute xWᵀ without the bias, in at least float32. Adapter kinds add to the result in place."""
         return unrounded_product(x_TK, self.weight)
 
@@ -179,7 +179,7 @@ class SiteTensors:
     totals: Parameters
     """Accumulators of the gradients."""
     scratch: dict[Hashable, Tensor] = field(default_factory=dict)
-    """Temporary tensors that the job's linears share, by keys of the kind."""
+    """Temporary tensors that all linears of the job share. The adapter kind chooses the keys."""
 
     def weight(self, name: str) -> Tensor:
         return self.weights[self.site.name, name]

@@ -61,8 +61,8 @@ BROKEN: dict[str, BrokenKind] = {}
 
 
 def _load_other_kinds() -> None:
-    """Add the spec classes of other packages' kinds. They cannot replace Weftune's own kinds, and a package
-    that fails to import does not affect others."""
+    """Add the spec classes of adapter kinds that other packages define. They cannot replace Weftune's own
+    kinds, and a package that fails to import does not affect others."""
     for entry_point in entry_points(group="weftune.kinds"):
         if entry_point.name in KINDS:
             continue

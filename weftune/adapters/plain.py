@@ -39,12 +39,13 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulate_gradient
-from weftune.ops.dropout import kept_TK, key
+from weftune.ops.dropout import keep_mask_TK, mask_key
 from weftune.ops.site import RowScale, replace_rows
 
 PREFIX = "base_model.model."
 KIND, BASE = "weftune_kind", "base_model_name_or_path"
-"""Keys of the adapter's config file that are not keys of the spec, for kinds that PEFT does not have."""
+"""Keys that the config file of an adapter has in addition to the keys of its spec, for kinds that PEFT does
+not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class JobAt:
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, which is computed once from the frozen weight of the linear and then
-        cached."""
+        """Return the result of `make`, a function of the linear's frozen weight. It is called once, and its
+        result is cached under `name`."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
@@ -107,8 +108,8 @@ class JobAt:
         if not self.drops:
             return x_LK
         index_L = self.bound.microbatch.token_index_T[self.segment.rows]
-        own = key(self.adapter.seed, self.segment.step, self.site.name)
-        kept = kept_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
+        own = mask_key(self.adapter.seed, self.segment.step, self.site.name)
+        kept = keep_mask_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
     def _trainable_weight(self, site: str, name: str) -> Tensor:
@@ -268,8 +269,8 @@ class PlainKind:
         return {}
 
     def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Change the master weights, if necessary, before an optimizer step of the job. Kinds whose training
-        has phases override this."""
+        """Change the master weights before an optimizer step at which a phase of training ends. Kinds whose
+        training has no phases do nothing."""
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._adapted_part)
@@ -294,7 +295,8 @@ class PlainKind:
 
     def gathers(self, spec: Any) -> bool:
         """Return whether a CUDA graph can contain adapters of this spec although the tiled kernels do not
-        compute them. At linears, such adapters only change outputs, with an `ops.site.RowChange`."""
+        compute them. This requires that they change linears only by an `ops.site.RowChange` of the
+        outputs."""
         return False
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:

@@ -17,7 +17,7 @@ from weftune.errors import AdapterError, SpecError
 
 OWN_PACKAGE = __name__.partition(".")[0]
 LOADED_KINDS: dict[str, PlainKind] = {}
-"""Maps names to kinds, for the kinds requested so far."""
+"""Maps the name of each adapter kind that has been requested so far to the kind."""
 
 
 def get_kind(name: str) -> PlainKind:

@@ -47,7 +47,7 @@ class CurrentPass:
 
     bound: Pass | None = None
     untiled_pass: Pass | None = None
-    """The pass with only the segments of jobs whose adapters the tiled kernels do not compute."""
+    """Copy of `bound` with only the segments of jobs whose adapters the tiled kernels do not compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
     """For each row of the pass, the index of its job; and the jobs by this index. Computed when the first
     layer with experts needs them."""
@@ -82,10 +82,10 @@ class SiteGroup:
         compute the whole linear."""
         return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
 
-    def forward(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def forward(self, plain_forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute the group's only linear, with adapters if a pass is bound."""
         if self.current_pass.bound is None or not self.banks:
-            return plain(x)
+            return plain_forward(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
@@ -155,7 +155,7 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
-    y_TN = frozen.product(x_TK) if alone else frozen.summed(scaled_rows(x_TK, g_in))
+    y_TN = frozen.product(x_TK) if alone else frozen.unrounded_product(scaled_rows(x_TK, g_in))
     for part in parts:
         if part.add is not None:
             y_TN = part.add(x_TK, y_TN)
@@ -177,7 +177,7 @@ class ExpertGroup:
     banks: dict[str, ExpertBank] = field(default_factory=dict)
 
     def forward(
-        self, plain: Callable[..., Tensor], x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor
+        self, plain_forward: Callable[..., Tensor], x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor
     ) -> Tensor:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
@@ -199,9 +199,9 @@ class ExpertGroup:
                 else:
                     numbers_J = owner_T.new_full((len(jobs),), -1)
                 with suppress(KernelsFailed):
-                    return lora_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
+                    return lora_experts(x_TD, experts_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
         if bound is None or not banks:
-            return plain(x_TD, chosen_Tk, weights_Tk)
+            return plain_forward(x_TD, experts_Tk, weights_Tk)
         gate_up, down = (
             ExpertSite(
                 self._stacked_weight(site),
@@ -210,7 +210,7 @@ class ExpertGroup:
             for site in self.sites
         )
         activation = cast(Callable[[Tensor], Tensor], self.module.act_fn)
-        return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
+        return experts_output(x_TD, experts_Tk, weights_Tk, gate_up, down, activation)
 
     def _stacked_weight(self, site: SiteShape) -> Tensor:
         return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
@@ -257,7 +257,8 @@ def site_groups(
 
 
 def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
-    """Return the weights of the modules, stacked. With several modules, each keeps a view of the stack."""
+    """Return the stacked weights of the modules. If there are several, each module's weight becomes a view of
+    the stack."""
     biases = [cast(Tensor | None, module.bias) for module in modules]
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"

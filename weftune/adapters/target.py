@@ -18,7 +18,7 @@ ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
 FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 """Names of the last linear of the feed-forward block in the supported model families."""
 Layers = str | int | tuple[int, ...]
-"""A layer number, several numbers, or ranges such as `16-31`."""
+"""Layers to adapt: a layer number, several numbers, or ranges such as `16-31`."""
 MAX_LAYERS = 10_000
 ROWS = "rows"
 """Name of the parameter with the embeddings of virtual tokens: [rows, hidden width]."""
@@ -26,7 +26,8 @@ KEYS, VALUES = "prefix_keys", "prefix_values"
 """Names of the parameters with prefix keys and values: [rows, width of all heads]."""
 
 TOKENS = "token_rows_nD"
-"""Name of the parameter with trained token embeddings (not differences). Its site is the embedding."""
+"""Name of the parameter with trained token embeddings, which are whole rows, not differences from the base.
+Its site is the embedding."""
 HEAD = "head_D"
 """Name of the parameter with the scalar head, whose site is SCORE."""
 STORED_TOKENS = "token_adapter.trainable_tokens_delta"
@@ -39,8 +40,8 @@ EMBEDDINGS = {"layers": "embed_tokens", "h": "wte"}
 
 @dataclass(frozen=True, slots=True)
 class FromJob:
-    """Reference to another job. The job that has it waits for the other job and starts from its finished
-    adapter."""
+    """Reference, in a job's `init_from`, to another job of the run whose finished adapter provides the
+    initial weights."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -73,7 +74,7 @@ class TargetSpec:
     divided as the linear is. For parameters that are not divided, each shard computes a part of the
     gradient."""
     unused_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of this class that the kind does not use."""
+    """Keys that the specs of all kinds share but that have no effect for this kind."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR
@@ -121,7 +122,8 @@ class TargetSpec:
 
     @property
     def positions_before(self) -> int:
-        """Number of positions of the base's context that the adapter uses before every sample."""
+        """Number of positions of the base's context that the adapter takes up before every sample, for
+        example with virtual tokens."""
         return self.rows_before + self.keys_before
 
     @property
@@ -192,7 +194,8 @@ class TargetSpec:
 
 
 def _shared_input_key(site: SiteShape) -> tuple[str, int]:
-    """Return a key that is equal for linears of one parent module that may share their input."""
+    """Return a key by which linears are grouped: linears with equal keys have the same parent module and may
+    share their input."""
     return site.name.rpartition(".")[0], site.in_features
 
 

@@ -38,7 +38,7 @@ class TiledBank:
         self._needs_copy = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
-        self._large: set[str] = set()
+        self._large_rank_jobs: set[str] = set()
         """Jobs whose rank is larger than DIRECT_RANKS, the limit of a single fused product."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -51,18 +51,18 @@ class TiledBank:
 
     def detach(self, job: str) -> None:
         slot, _ = self._parts.pop(job)
-        self._large.discard(job)
+        self._large_rank_jobs.discard(job)
         self._write_slot(slot, [None] * len(self.sites))
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
         """Raise the limits for which kernels are launched, such as the rank, to include a job. Limits only
-        grow, so that detaching a job does not invalidate a CUDA graph. But large ranks count only while a job
-        has one: there are two limits, and graphs of both are kept."""
+        grow, so that detaching a job does not invalidate a CUDA graph. Only the limit of the rank drops again
+        when the last job with a large rank is detached."""
         before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
         if rank > DIRECT_RANKS:
-            self._large.add(job)
+            self._large_rank_jobs.add(job)
             self._large_rank = max(self._large_rank, rank)
         else:
             self._rank = max(self._rank, rank)
@@ -78,7 +78,7 @@ class TiledBank:
     @property
     def _rank_limit(self) -> int:
         """Upper limit of the rank of all attached jobs."""
-        return max(self._rank, self._large_rank) if self._large else self._rank
+        return max(self._rank, self._large_rank) if self._large_rank_jobs else self._rank
 
     @property
     def _band_count(self) -> int:
@@ -86,7 +86,7 @@ class TiledBank:
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
-        """Flags that say which tables exist in addition to the table of A and B."""
+        """Flags that say which tables, such as those of scales, exist in addition to the table of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
@@ -119,7 +119,8 @@ class TiledBank:
             )
 
     def limits(self) -> tuple[object, ...]:
-        """Return the values for which kernels are compiled and launched: equal limits mean equal launches."""
+        """Return the values for which kernels are compiled and launched, such as the largest rank. A CUDA
+        graph can be replayed while they are equal."""
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:

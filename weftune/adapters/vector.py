@@ -63,9 +63,9 @@ class VectorLayout:
 
     @cached_property
     def _contiguous_runs(self) -> list[list[tuple[int, int]]]:
-        """All parameters, as (index, start), in runs of equal shape and equal distance, usually those of one
-        module in every layer. The views of a whole run are created by one call, which is faster: an adapter
-        has hundreds of parameters."""
+        """All parameters, as (index, start in the flat vector), in runs of equal shapes and equal distances,
+        usually those of one module in every layer. One call creates all views of a run, which saves time for
+        the hundreds of parameters of an adapter."""
         alike: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
         for index, parameter in enumerate(self.parameters):

@@ -53,14 +53,15 @@ def _layer_sites(
 class _Parts:
     """The layers of a model, and its sites (adaptable linears) and parameters outside the layers."""
 
-    hidden: int
+    hidden_width: int
     layers: tuple[_Layer, ...]
     outer_parameter_count: int
     """Number of parameters outside the layers: embeddings, untied output layer, last norm."""
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     embedding_projections: tuple[SiteShape, ...] = ()
-    """Sites outside the layers. In the order of sites, they come first."""
+    """Sites (adaptable linears) next to the embedding, outside the layers. They come first in the order of
+    sites."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -118,7 +119,7 @@ def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelSha
         shape = replace(shape, context=context_length(scaled), unscaled_context=unscaled_context(scaled))
     if found is None:
         return shape
-    stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
+    stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.is_nested)
     as_stored = found.quantize in MULTIPLIED_AS_STORED
     return replace(shape, site_bytes_per_value=stored, multiplies_stored_format=as_stored)
 
@@ -151,7 +152,8 @@ def refuse_repeated_heads(quantisation: Quantised | None, key_heads: int, name: 
 
 
 def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
-    """Return whether `refuse_shards` accepts this number of shards."""
+    """Return whether the layers of a base with this config.json can be divided into `shards` shards (tensor
+    parallelism)."""
     try:
         refuse_shards(spec, config, shards)
     except BaseModelError:
@@ -222,7 +224,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     outer_site_weights = sum(site.weight_count for site in parts.embedding_projections)
     return ModelShape(
         layers=len(parts.layers),
-        hidden=parts.hidden,
+        hidden=parts.hidden_width,
         vocabulary=whole["vocab_size"],
         parameters=sum(count for _, count in parts.layers) + parts.outer_parameter_count + outer_site_weights,
         bytes_per_value=bytes_per_value,
@@ -274,7 +276,9 @@ def _norm_parameters(facts: DecoderFacts, config: Config) -> int:
 def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
     """Return the layers and other parameters of a mixture of experts. Each layer has Llama-like attention,
     then a router and experts or, in some models, an MLP that cannot be adapted."""
-    hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
+    hidden, inner, layers = (
+        int(config[key]) for key in ("hidden_size", facts.inner_width_key, "num_hidden_layers")
+    )
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())

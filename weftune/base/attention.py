@@ -1,4 +1,5 @@
-"""The attention of packed samples: every row attends to itself and the earlier rows of its own sample only.
+"""The attention of packed samples, in which every row attends only to itself and to earlier rows of its own
+sample.
 
 Transformers calls `attend` in place of its own attention, with the samples' boundaries as one keyword. Prefix
 keys are trained keys and values that an adapter (prefix tuning) puts before every sample of its job.
@@ -38,11 +39,13 @@ class Pack:
 
     lengths: tuple[int, ...]
     boundaries: Tensor
-    longest: int
+    max_length: int
     has_equal_lengths: bool = False
-    """Whether all samples are equally long and so form a plain batch, for which faster kernels exist."""
+    """Whether all samples are equally long, so that they form an ordinary batch, for which faster kernels
+    exist."""
     is_separated: bool = False
-    """Whether samples are so long that one kernel per sample is faster than one for all samples."""
+    """Whether samples are so long that attention is faster with one kernel launch per sample than with one
+    for all samples."""
     prefixes: Prefixes | GatheredPrefixes | None = None
     """Prefix keys and values that adapters put before the samples. None if no job has any."""
     cache: KeyValueCache | None = None
@@ -118,7 +121,8 @@ class Rule:
 
     scale: float | None
     window: int | None
-    """Number of rows to which a row attends, itself included. None means all earlier rows of the sample."""
+    """Size of the sliding window: the number of rows to which a row attends, itself included. None means all
+    earlier rows of the sample."""
     softcap: float | None
 
 
@@ -251,8 +255,8 @@ def _attend_gathered(
 
 
 class _LaidAgain(torch.autograd.Function):
-    """An autograd function that returns the given tensors, and copies of the rows of samples that have prefix
-    keys.
+    """An autograd function that returns its input tensors unchanged, together with copies of the rows of
+    samples that have prefix keys.
 
     `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
     therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size
@@ -306,7 +310,7 @@ def _insert_prefix_rows(x_ZGD: Tensor, prefix_PN: Tensor, indices: Tensor) -> Te
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     """Return the attention of packed samples without prefix keys, [T, H, D]."""
     if kernel_fits(q_THD, v_TGD, rule):
-        unlimited = rule.window is None or rule.window >= pack.longest
+        unlimited = rule.window is None or rule.window >= pack.max_length
         if pack.has_equal_lengths and unlimited:
             return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
         if not (pack.is_separated and unlimited):
@@ -444,7 +448,7 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
     """Return the attention, [T, H, D], of samples of equal length, computed as a batch of S samples of L
     rows."""
     q_SHLD, k_SGLD, v_SGLD = (
-        x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
+        x.unflatten(0, (-1, pack.max_length)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
     )
     out_SHLD = attend_within(q_SHLD, k_SGLD, v_SGLD, rule)
     return out_SHLD.transpose(1, 2).flatten(0, 1)
@@ -460,7 +464,7 @@ def attend_with_kernel(
 
     keys = key_pack or pack
     # The kernel's left window does not count the row itself. (-1, 0) is torch's notation for plain causal.
-    left = -1 if rule.window is None or rule.window >= keys.longest else rule.window - 1
+    left = -1 if rule.window is None or rule.window >= keys.max_length else rule.window - 1
     # torch 2.11 detects grouped heads itself; later versions need the argument.
     kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
     out_THD = kernel(
@@ -469,8 +473,8 @@ def attend_with_kernel(
         v_TGD,
         pack.boundaries,
         keys.boundaries,
-        pack.longest,
-        keys.longest,
+        pack.max_length,
+        keys.max_length,
         scale=rule.scale,
         window_size=(left, 0),
     )

@@ -46,8 +46,8 @@ that attend to another sample, or have a wrong position, exceed this limit by fa
 of eager attention, stay far below it."""
 
 CHEAP_WINDOW = 64
-"""Largest sliding window of a known family, in tokens, that the check at load covers. Tests cover longer
-ones."""
+"""Largest sliding window, in tokens, that the check at load covers for a known model family. Longer windows
+are covered by tests only."""
 MAX_WINDOW = 8192
 
 
@@ -100,14 +100,14 @@ def find_unsupported_kind(config: PretrainedConfig) -> str | None:
 
 @phase(Phase.CHECKING)
 @torch.no_grad()
-def check_packing(base: Base, plain: str) -> None:
+def check_packing(base: Base, attention_name: str) -> None:
     """Raise BaseModelError if a forward of packed samples gives other logits than a forward of each sample
-    with transformers' attention `plain`."""
+    with transformers' attention `attention_name`."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
     samples = [sample_tokens(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
     try:
-        with use_attention(base.model, plain), routing.record_decisions():
+        with use_attention(base.model, attention_name), routing.record_decisions():
             separate = [base.model(tokens_L[None], use_cache=False).logits[0] for tokens_L in samples]
         with routing.replay_decisions():
             packed_TV = base.head().logits(base.hidden(make_microbatch(samples)))

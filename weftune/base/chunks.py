@@ -33,12 +33,13 @@ class LayerKeys:
     gradients: tuple[Tensor, Tensor] | None = None
     """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 
-    def write(self, first: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        self.keys_LGD[first : first + len(k_TGD)] = k_TGD
-        self.values_LGD[first : first + len(v_TGD)] = v_TGD
+    def write(self, first_row: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        self.keys_LGD[first_row : first_row + len(k_TGD)] = k_TGD
+        self.values_LGD[first_row : first_row + len(v_TGD)] = v_TGD
 
     def read(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of these rows as leaf tensors that require gradients."""
+        """Return the keys and values of the rows `rows` of the sample as leaf tensors that require
+        gradients."""
         # `data` does not share its version with the tensor: later chunks write other rows, and autograd would
         # take that for a change of the rows that it has saved.
         keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))
@@ -94,7 +95,8 @@ class ChunkKeys:
 
     @property
     def states(self) -> tuple[dict[int, tuple[Tensor, Tensor]], ...]:
-        """Raise AssertionError, since layers with a recurrent state do not run in chunks."""
+        """Raise AssertionError. Recurrent states are not supported: a base with such layers does not run
+        samples in chunks."""
         raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:

@@ -64,8 +64,8 @@ def read_tokenizer(spec: BaseSpec) -> Any:
         raise BaseModelError(f"The tokenizer of {spec.model} cannot be read: {first_line}") from None
 
 
-def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
-    return BYTES[spec.dtype or ("bfloat16" if gpu else "float32")]
+def bytes_per_value(spec: BaseSpec, on_gpu: bool) -> int:
+    return BYTES[spec.dtype or ("bfloat16" if on_gpu else "float32")]
 
 
 def model_folder(spec: BaseSpec) -> str:
@@ -85,7 +85,7 @@ def local_folder(spec: BaseSpec) -> str | None:
         return None
     if not (path / CONFIG).is_file():
         raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
-    refuse_unsafe(path, spec.model)
+    refuse_unsafe_files(path, spec.model)
     return str(path)
 
 
@@ -96,8 +96,8 @@ def refuse_missing_base(spec: BaseSpec) -> None:
 
 
 def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
-    """Return the newest folder into which a file was converted. Raise BaseModelError if there is none, since
-    a conversion needs torch."""
+    """Return the newest cached folder into which the base's GGUF file was converted. Raise BaseModelError if
+    there is none: a conversion needs torch, which this module does not import."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]
@@ -128,7 +128,7 @@ def convert_command(model: str) -> str:
     return f'python -c "{CONVERT}" {shlex.quote(model)} {shlex.quote(target)}'
 
 
-def refuse_unsafe(folder: Path, name: str) -> None:
+def refuse_unsafe_files(folder: Path, name: str) -> None:
     """Raise BaseModelError if the only weights in a folder are pickles, or if it is an adapter folder. `name`
     is the folder's name in the message."""
     if (folder / ADAPTER_CONFIG).is_file():
@@ -138,10 +138,10 @@ def refuse_unsafe(folder: Path, name: str) -> None:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [one for one in names if one.lower().endswith(PICKLES)]
     if pickles and not any(one.endswith(SAFETENSORS) for one in names):
-        raise no_safetensors(name, pickles[0])
+        raise no_safetensors_error(name, pickles[0])
 
 
-def no_safetensors(name: str, found_format: str | None = None) -> BaseModelError:
+def no_safetensors_error(name: str, found_format: str | None = None) -> BaseModelError:
     what = (
         "has no model.safetensors and no index of several"
         if found_format is None

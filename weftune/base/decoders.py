@@ -34,11 +34,11 @@ class DecoderFacts:
     """Whether q, k and v have biases. None means that `attention_bias` in the config decides."""
     uses_biases: bool = True
     """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
-    before_attention: str = "input_layernorm"
-    after_attention: str | None = None
+    norm_before_attention: str = "input_layernorm"
+    norm_after_attention: str | None = None
     """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
-    before_mlp: str = "post_attention_layernorm"
-    after_mlp: str | None = None
+    norm_before_mlp: str = "post_attention_layernorm"
+    norm_after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
     """Norms applied to every head of q and of k before the rotary embedding."""
     norm_offset: float = 0.0
@@ -54,7 +54,12 @@ class DecoderFacts:
     @property
     def norms(self) -> tuple[str, ...]:
         """Paths of the norms that are as wide as the hidden state."""
-        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        every = (
+            self.norm_before_attention,
+            self.norm_after_attention,
+            self.norm_before_mlp,
+            self.norm_after_mlp,
+        )
         return tuple(name for name in every if name is not None)
 
 
@@ -124,9 +129,9 @@ DECODERS: Mapping[str, DecoderFacts] = {
             "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
         },
-        after_attention="post_attention_layernorm",
-        before_mlp="pre_feedforward_layernorm",
-        after_mlp="post_feedforward_layernorm",
+        norm_after_attention="post_attention_layernorm",
+        norm_before_mlp="pre_feedforward_layernorm",
+        norm_after_mlp="post_feedforward_layernorm",
         head_norms=HEAD_NORMS,
         norm_offset=1.0,
         norm_eps="eps",
@@ -149,7 +154,7 @@ def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
     # The memory model counts the input of every linear: one in the place of three counts two less.
     inputs = (3 - len(facts.qkv)) + (2 - len(facts.gate_up))
     # A norm keeps its input.
-    branches = sum(name is not None for name in (facts.after_attention, facts.after_mlp))
+    branches = sum(name is not None for name in (facts.norm_after_attention, facts.norm_after_mlp))
     heads = sum(map(outputs, facts.qkv)) if facts.head_norms else 0
     return heads + (inputs + branches) * outputs(facts.output_projection)
 
@@ -177,7 +182,7 @@ class MixtureFacts:
     """A mixture-of-experts family with the attention of a dense family. Its layers run as in transformers."""
 
     attention: DecoderFacts
-    inner: str
+    inner_width_key: str
     """Config key of an expert's inner width."""
     stored_names: tuple[str, str, str]
     """Names of one expert's gate, up and down projections in weight files."""
@@ -199,7 +204,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
             },
             uses_biases=False,
         ),
-        inner="intermediate_size",
+        inner_width_key="intermediate_size",
         stored_names=("w1", "w3", "w2"),
         stored_mlp="block_sparse_moe",
     ),
@@ -221,7 +226,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
             },
             head_norms=HEAD_NORMS,
         ),
-        inner="moe_intermediate_size",
+        inner_width_key="moe_intermediate_size",
         stored_names=("gate_proj", "up_proj", "down_proj"),
     ),
 }

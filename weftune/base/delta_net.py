@@ -49,14 +49,18 @@ class PackedDeltaNet:
         self._convolve, self._recur = functions["causal_conv1d_fn"], functions["torch_chunk_gated_delta_rule"]
 
     def __call__(
-        self, hidden_states: Tensor, *given: Any, weftune_pack: Pack | None = None, **named: Any
+        self,
+        hidden_states: Tensor,
+        *others: Any,
+        weftune_pack: Pack | None = None,
+        **keyword_arguments: Any,
     ) -> Any:
         module = self._module
         if weftune_pack is None:
-            with summations_not_supported():
-                return type(module).forward(module, hidden_states, *given, **named)
-        assert named.get("attention_mask") is None, "packed rows have no mask"
-        assert named.get("cache_params") is None, "packed rows have no past"
+            with deterministic_sums():
+                return type(module).forward(module, hidden_states, *others, **keyword_arguments)
+        assert keyword_arguments.get("attention_mask") is None, "packed rows have no mask"
+        assert keyword_arguments.get("cache_params") is None, "packed rows have no past"
         linears = module.in_proj_qkv, module.in_proj_b, module.in_proj_a
         qkv_TN, b_TH, a_TH = (linear(hidden_states)[0] for linear in linears)
         arguments = qkv_TN, b_TH, a_TH, weftune_pack.lengths
@@ -74,7 +78,7 @@ class PackedDeltaNet:
     def _mix_rows(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         found: dict[int, Tensor] = {}
-        for together in have_equal_lengths(lengths):
+        for together in group_by_chunk_count(lengths):
             qkv_SLN, beta_SLH, decay_SLH = (
                 pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3)
             )
@@ -97,8 +101,9 @@ class PackedDeltaNet:
         lengths: Sequence[int],
         states: Sequence[dict[int, tuple[Tensor, Tensor]]],
     ) -> Tensor:
-        """Continue every sample from the state of its previous pass, return the outputs, and replace the
-        state, which consists of the last inputs of the convolution and the matrix of the recurrence."""
+        """Return the outputs of samples whose earlier rows were computed in previous passes. Every sample
+        continues from its cached state, the last inputs of the convolution and the matrix of the recurrence,
+        which is then replaced."""
         module, found = self._module, []
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):
@@ -132,7 +137,7 @@ class PackedDeltaNet:
         q, k, v = qkv_SLN.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
         q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
         repeats = module.num_v_heads // module.num_k_heads
-        with summations_not_supported():
+        with deterministic_sums():
             mixed_SLHV, last = self._recur(
                 q.repeat_interleave(repeats, dim=2),
                 k.repeat_interleave(repeats, dim=2),
@@ -163,12 +168,13 @@ class SumsByProducts(TorchFunctionMode):
         return sums.movedim(-1, dim).to(args[0].dtype)
 
 
-def summations_not_supported() -> AbstractContextManager[object]:
+def deterministic_sums() -> AbstractContextManager[object]:
     return SumsByProducts() if are_kernels_deterministic() else nullcontext()
 
 
-def have_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of samples, grouped by number of chunks, so that batches need no extra padding."""
+def group_by_chunk_count(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the indices of samples, grouped by their number of chunks: samples of one group can be a batch
+    without more padding than each needs alone."""
     found: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         found.setdefault(-(-length // CHUNK), []).append(index)

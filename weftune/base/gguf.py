@@ -47,9 +47,11 @@ CHECKSUMS = "checksums.json"
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
-"""Values of `tokenizer.ggml.pre` for which every digit is a token. Transformers drops this rule."""
+"""Values of the GGUF key `tokenizer.ggml.pre` for which every digit is a separate token. Transformers drops
+this rule."""
 BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
-"""Values of `tokenizer.ggml.pre` that need no pre-tokenizer rule except splitting into bytes."""
+"""Values of the GGUF key `tokenizer.ggml.pre` for which the pre-tokenizer has no other rule than splitting
+into bytes."""
 
 GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -121,8 +123,8 @@ def find_damaged_file(folder: Path) -> str:
 
 @cache
 def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the result of `find_damaged_file`. It is cached in this process until `file_states`, the name,
-    size and modification time of each file, changes."""
+    """Return the name of a damaged file of a converted folder, or "", as `find_damaged_file` does. The result
+    is cached until `file_states`, the name, size and modification time of each file, changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -173,7 +175,8 @@ def write_folder(file: Path, folder: Path) -> None:
 
 @contextmanager
 def wrap_read_errors(file: Path) -> Iterator[None]:
-    """Turn any exception from a damaged file, also a tokenizer's panic, into one BaseModelError."""
+    """Within the context, replace any exception due to a damaged file, including a panic of the tokenizer's
+    Rust code, by a BaseModelError."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):

@@ -29,13 +29,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
-from weftune.base.config import local_folder, no_safetensors, refuse_missing_base
+from weftune.base.config import local_folder, no_safetensors_error, refuse_missing_base
 from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
 from weftune.base.quant.stored import CONFIG_KEY, Quantised, read_quantisation
-from weftune.base.rope import no_rope, scaled_rope_values
+from weftune.base.rope import no_rope_error, scaled_rope_values
 from weftune.base.shape import model_shape
 from weftune.base.spec import DEMO, BaseSpec, Dtype
 from weftune.base.weights import (
@@ -59,12 +59,12 @@ READ_ERRORS = (
     OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
     ImportError, SafetensorError,
 )  # fmt: skip
-"""Exceptions that transformers may raise if a file holds unexpected values."""
+"""Exceptions that transformers may raise if a file of a base has unexpected values."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseConfig:
-    text: PretrainedConfig
+    text_config: PretrainedConfig
     """Config of the causal language model that is trained."""
     is_wrapped: bool = False
     """Whether the trained model is the text tower of a multimodal wrapper."""
@@ -79,8 +79,8 @@ class Tower(nn.Module):
         super().__init__()
         self.language_model = language_model
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.language_model(*given, **named)
+    def forward(self, *arguments: Any, **keyword_arguments: Any) -> Any:
+        return self.language_model(*arguments, **keyword_arguments)
 
     def get_input_embeddings(self) -> nn.Module:
         embedding = self.language_model.get_input_embeddings()  # type: ignore[operator]
@@ -130,7 +130,8 @@ def demo_file() -> Path:
 
 @contextmanager
 def wrap_load_errors(spec: BaseSpec) -> Iterator[None]:
-    """Turn exceptions that transformers raises while reading a base into one BaseModelError."""
+    """Within the context, replace exceptions that transformers raises while it reads a base by a
+    BaseModelError."""
     try:
         yield
     except UserError:
@@ -172,7 +173,7 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
     with wrap_load_errors(spec):
-        stored = config.quantisation is not None and config.quantisation.stored
+        stored = config.quantisation is not None and config.quantisation.is_stored
         files = weight_files(source, spec.revision) if stored else None
         return model_shape(empty_model(config, dtype, files), dtype)
 
@@ -189,12 +190,12 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     with wrap_load_errors(spec):
         files = weight_files(where, spec.revision)
         if files is None:
-            raise no_safetensors(spec.model)
+            raise no_safetensors_error(spec.model)
         if config.is_wrapped or config.quantisation:
             return _load_tensors(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
-            config=config.text,
+            config=config.text_config,
             revision=spec.revision,
             dtype=base_dtype(spec, device),
             device_map={"": device},
@@ -215,7 +216,7 @@ def _load_tensors(
     be the text tower of a multimodal one."""
     model = empty_model(config, base_dtype(spec, device), files)
     missing = missing_parameters(model, files)
-    if missing and config.quantisation and not (config.is_wrapped or config.quantisation.stored):
+    if missing and config.quantisation and not (config.is_wrapped or config.quantisation.is_stored):
         return _load_and_quantise(spec, config, device)
     _refuse_missing(spec, config, missing)
     read_weights(model, files, device)
@@ -240,7 +241,7 @@ def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device)
 def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
     """Return the model on the meta device, with quantised linears if the weights in `files` are quantised."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config.text_config, dtype=dtype)
     model = wrap_as_tower(model) if config.is_wrapped else model
     if config.quantisation is not None:
         replace_linears(model, quantised_formats(model, config.quantisation, files))
@@ -250,8 +251,8 @@ def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | Non
 def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
     if names:
         raise BaseModelError(
-            f"The files of {spec.model} lack {len(names)} weights of a {config.text.model_type} model, "
-            f"{min(names)} for one."
+            f"The files of {spec.model} lack {len(names)} weights of a {config.text_config.model_type} "
+            f"model, {min(names)} for one."
         )
 
 
@@ -260,25 +261,25 @@ def load_config(spec: BaseSpec, location: str) -> BaseConfig:
     with wrap_load_errors(spec):
         config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, location)
-    values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text.model_type}
+    values = {CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": found.text_config.model_type}
     found = replace(found, quantisation=read_quantisation(values, spec))
-    for one in (config, found.text):
+    for one in (config, found.text_config):
         # Transformers would require packages for it.
         if hasattr(one, CONFIG_KEY):
             delattr(one, CONFIG_KEY)
-    refuse_config(found.text, spec.model)
+    refuse_config(found.text_config, spec.model)
     with wrap_load_errors(spec):
-        _scale_rope(found.text, spec)
-    if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
+        _scale_rope(found.text_config, spec)
+    if type(found.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BaseModelError(f"{spec.model} ({found.text_config.model_type}) is no causal language model.")
     return found
 
 
 def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
-    """Change the positions in a config as the spec requests. Transformers computes the frequencies, and the
-    factor of cosines and sines, from the config."""
+    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these,
+    transformers computes the frequencies and the factor of cosines and sines."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
-        raise no_rope(config.model_type, spec)
+        raise no_rope_error(config.model_type, spec)
     for key, value in scaled_rope_values(config.to_dict(), spec).items():
         setattr(config, key, value)
 
@@ -338,7 +339,7 @@ def base_quantisation(spec: BaseSpec, in_files_only: bool = False) -> Quantised 
     """Return the format of a base's quantised weights. None if they are not quantised or, with
     `in_files_only`, if they are not quantised in the files."""
     found = load_config(spec, model_source(spec)).quantisation
-    return None if found is None or (in_files_only and not found.stored) else found
+    return None if found is None or (in_files_only and not found.is_stored) else found
 
 
 def best_device() -> torch.device:

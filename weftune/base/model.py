@@ -47,7 +47,7 @@ class Base:
     all_sites: tuple[SiteShape, ...] = ()
     """Sites (adaptable linears) of all stages, with the sizes of whole linears also where layers are sharded.
     Empty if the whole base is on this worker."""
-    stored: Callable[[str], Tensor | None] | None = None
+    read_stored: Callable[[str], Tensor | None] | None = None
     """Function from the name of a parameter to its whole value if it is streamed or divided among shards, and
     to None otherwise. The field is None if no parameter is streamed or divided."""
     slices: Mapping[str, SiteSlice] = field(default_factory=dict)
@@ -58,18 +58,18 @@ class Base:
     divided among shards."""
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the first stage, whose input is tokens. Later stages get the hidden states of the
         previous stage."""
         return self.local_layers is None or self.local_layers.is_first
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether this is the last stage, which has the head."""
         return self.local_layers is None or self.local_layers.is_last
 
     @property
-    def tied(self) -> bool:
+    def is_tied(self) -> bool:
         """Whether the head's weight is tied to the embedding."""
         return bool(getattr(self.model.config, "tie_word_embeddings", False))
 
@@ -94,7 +94,7 @@ class Base:
             raise BaseModelError(f"{spec.model} has no linear output layer over its vocabulary.")
         nn.Module.to(model, device)
         model.eval().requires_grad_(False)
-        own_config(model)
+        copy_config(model)
         plain = plain_attention(model.config)
         isolate_samples(model)
         dtype = matrix_dtype(model)
@@ -144,9 +144,9 @@ class Base:
         return read
 
     def _read_parameter(self, site: str, name: str, default: Tensor) -> Tensor:
-        """Return a parameter of a site (an adaptable linear) from `stored` if it is streamed or divided among
-        shards, otherwise `default`."""
-        stored = None if self.stored is None else self.stored(f"{site}.{name}")
+        """Return a parameter of a site (an adaptable linear) from `read_stored` if it is streamed or divided
+        among shards, otherwise `default`."""
+        stored = None if self.read_stored is None else self.read_stored(f"{site}.{name}")
         if stored is None and self.slices:
             raise BaseModelError(
                 f"{site}.{name} is divided among shards, and the files of {self.spec.model} hold it under "
@@ -155,18 +155,18 @@ class Base:
         return default if stored is None else stored
 
     def hidden(
-        self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
+        self, microbatch: Microbatch, pack: attention.Pack | None = None, input_TD: Tensor | None = None
     ) -> Tensor:
         """Compute the last hidden states h_TD; the last stage also applies the final norm. A given `pack`
-        replaces the microbatch's own sample lengths. `given_TD` are the hidden states of the previous stage;
+        replaces the microbatch's own sample lengths. `input_TD` are the hidden states of the previous stage;
         the first stage computes the embeddings of the tokens instead."""
-        assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
+        assert (input_TD is None) == self.is_first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
-        assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
+        assert pack.max_length <= self.shape.context, "a sample is longer than the base has positions for"
         decoder = self.model.base_model
         output = decoder(
-            input_ids=microbatch.tokens_T[None] if given_TD is None else None,
-            inputs_embeds=None if given_TD is None else given_TD[None],
+            input_ids=microbatch.tokens_T[None] if input_TD is None else None,
+            inputs_embeds=None if input_TD is None else input_TD[None],
             position_ids=microbatch.positions_T[None],
             use_cache=False,
             weftune_pack=pack,
@@ -216,7 +216,7 @@ def logit_multiplier(config: PretrainedConfig) -> float:
     return 1.0 if divisor is None else 1.0 / float(divisor)
 
 
-def own_config(model: PreTrainedModel) -> None:
+def copy_config(model: PreTrainedModel) -> None:
     """Replace the model's config, which transformers shares by reference, by a copy with options for mixtures
     of experts."""
     shared, own = model.config, copy.deepcopy(model.config)

@@ -66,7 +66,7 @@ def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
     }
 
 
-def no_rope(family: str, spec: BaseSpec) -> BaseModelError:
+def no_rope_error(family: str, spec: BaseSpec) -> BaseModelError:
     return BaseModelError(
         f"base.rope_scaling: {spec.model} ({family}) has no rotary positions that can be scaled; leave it "
         "out, or choose a base with a longer context."
@@ -77,7 +77,7 @@ def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
     assert spec.rope_scaling is not None
     family, own = config.get("model_type"), _full_attention_rope(config)
     if family in LEARNED:
-        raise no_rope(str(family), spec)
+        raise no_rope_error(str(family), spec)
     if family in LONG_ROPE_ONLY:
         raise BaseModelError(
             f"base.rope_scaling: transformers scales {family} models with longrope only, so the positions of "

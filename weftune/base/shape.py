@@ -90,7 +90,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        parameters=values(model),
+        parameters=parameter_count(model),
         bytes_per_value=dtype.itemsize,
         sites=sites,
         context=context_length(configured),
@@ -105,7 +105,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def values(model: PreTrainedModel) -> int:
+def parameter_count(model: PreTrainedModel) -> int:
     """Return the number of parameter values. A quantised weight counts as its dequantised matrix."""
     count = sum(parameter.numel() for parameter in model.parameters())
     for module in linears(model).values():
@@ -116,7 +116,8 @@ def values(model: PreTrainedModel) -> int:
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
-    """Return the mean bytes per weight value of these linears. None if no linear is quantised."""
+    """Return the mean number of bytes per weight value of the linears `modules`. None if no linear is
+    quantised."""
     if not any(isinstance(module, WeightHolder) for module in modules):
         return None
     stored = 0

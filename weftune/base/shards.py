@@ -32,9 +32,9 @@ from weftune.base.architecture import (
 from weftune.base.check import refuse_modules
 from weftune.base.decoders import DECODERS, DecoderFacts
 from weftune.base.load import load_config, load_plain, model_source, wrap_load_errors
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import QuantLinear, cut_quantised, matrix_dtype, quant_paths
-from weftune.base.shape import embedding_module, model_shape, model_sites, values
+from weftune.base.shape import embedding_module, model_shape, model_sites, parameter_count
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, Elsewhere, find_decoder, keep_stages, outline_model
 from weftune.base.weights import (
@@ -56,7 +56,7 @@ class _Sizes:
     heads: int
     key_heads: int
     head_width: int
-    inner: int
+    inner_width: int
     """Width of the feed-forward."""
 
 
@@ -72,7 +72,8 @@ def _read_no_weight(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """A record of how a model is cut to one shard (tensor-parallel slice) of some of its layers."""
+    """One shard (tensor-parallel slice) of some layers of a model: the workers that divide the layers, and
+    the part of each linear that this shard keeps."""
 
     team: ShardTeam
     whole: ModelShape
@@ -163,16 +164,16 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
 
 
 def refuse_sharding(spec: BaseSpec, shards: int) -> None:
-    """Raise BaseModelError if the layers of a base cannot be divided into so many shards."""
+    """Raise BaseModelError if the layers of a base cannot be divided into `shards` shards."""
     config = load_config(spec, model_source(spec))
-    _refuse_config(config.text, spec.model, shards)
-    refuse_repeated_heads(config.quantisation, _read_sizes(config.text).key_heads, spec.model, shards)
+    _refuse_config(config.text_config, spec.model, shards)
+    refuse_repeated_heads(config.quantisation, _read_sizes(config.text_config).key_heads, spec.model, shards)
 
 
 def _refuse_config(config: PretrainedConfig, name: str, shards: int) -> None:
     refuse_family_on_shards(config.model_type, name)
     sizes = _read_sizes(config)
-    refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner, name, shards)
+    refuse_uneven_shards(sizes.heads, sizes.key_heads, sizes.inner_width, name, shards)
 
 
 def _read_sizes(config: PretrainedConfig) -> _Sizes:
@@ -181,7 +182,7 @@ def _read_sizes(config: PretrainedConfig) -> _Sizes:
         heads=heads,
         key_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        inner=config.intermediate_size,
+        inner_width=config.intermediate_size,
     )
 
 
@@ -207,13 +208,13 @@ def cut_model(
     kept_layers: Sequence[LayerRange],
     read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
-    """Cut `model` in place to one shard of the stages `kept_layers`, and return a record of the cut. The
+    """Cut `model` in place to one shard of the stages `kept_layers`, and return which parts were kept. The
     model may be without weights."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
     whole = model_shape(model, matrix_dtype(model))
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     keep_stages(model, *kept_layers)
     isolate_samples(model)
     shard = ModelShard(team, whole, dict(_cut_layers(model, team)), read_whole)
@@ -232,7 +233,7 @@ def shard_base(
     _divide_embedding(model, shard.vocabulary)
     whole, slices = shard.whole, shard.slices
     sites = tuple(local_site(site, slices[site.name]) for site in whole.sites if site.name in slices)
-    shape = replace(whole, layers=len(layers), parameters=values(model), sites=sites)
+    shape = replace(whole, layers=len(layers), parameters=parameter_count(model), sites=sites)
     return Base(
         model,
         spec,
@@ -307,7 +308,7 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
     width = sizes.head_width
     queries = _scale_range(team.part(sizes.heads), width)
     keys = _scale_range(_key_heads(sizes, team), width)
-    inner = team.part(sizes.inner)
+    inner = team.part(sizes.inner_width)
     if len(facts.qkv) == 1:
         first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
         together = (queries, _shift_range(keys, first_key), _shift_range(keys, first_value))
@@ -315,7 +316,7 @@ def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[st
     else:
         qkv = [SiteSlice((one,), cuts_inputs=False) for one in (queries, keys, keys)]
     if len(facts.gate_up) == 1:
-        gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner)), cuts_inputs=False)]
+        gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner_width)), cuts_inputs=False)]
     else:
         gate_up = [SiteSlice((inner,), cuts_inputs=False)] * 2
     return {

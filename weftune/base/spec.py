@@ -80,14 +80,15 @@ class BaseSpec:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> BaseSpec:
-        """Return the base that `record` describes. Raise TypeError or KeyError if it does not."""
+        """Return the base that `record`, a result of `BaseSpec.record`, describes. Raise TypeError or
+        KeyError if it is malformed."""
         known: dict[str, Any] = {name: record.get(name) for name in (*BASE_KEYS, "written")}
         scaling = known.pop("rope_scaling")
         known["model"] = str(record["model"])
         return cls(**known, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 
     def record(self) -> dict[str, Any]:
-        """Return the keys that identify the base as plain values."""
+        """Return a dict of the keys that identify the base, with plain values, to be stored."""
         found = {name: getattr(self, name) for name in BASE_KEYS}
         scaling = self.rope_scaling
         return {**found, "rope_scaling": None if scaling is None else scaling.values()}

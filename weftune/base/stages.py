@@ -2,7 +2,7 @@
 the embedding, and the last one the final norm and the head.
 
 Modules of other stages are replaced by modules that return their input, so that module paths, layer indices
-and the family's own forward stay the same.
+and the model's forward in transformers remain as they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weftune.base.load import (
     model_source,
     wrap_load_errors,
 )
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import matrix_dtype
-from weftune.base.shape import model_shape, model_sites, values
+from weftune.base.shape import model_shape, model_sites, parameter_count
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
 from weftune.core.shapes import LayerRange, ModelShape
@@ -96,7 +96,7 @@ def outline_model(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel
     if there are no safetensors files. Raise BaseModelError if the model cannot be cut into stages."""
     source = model_source(spec)
     config = load_config(spec, source)
-    refuse_unknown_family(config.text, spec.model)
+    refuse_unknown_family(config.text_config, spec.model)
     with wrap_load_errors(spec):
         files = weight_files(source, spec.revision)
         return empty_model(config, base_dtype(spec, device), files), files
@@ -118,7 +118,7 @@ def make_stage_base(
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     isolate_samples(model)
     shape = local_shape(model, whole, local_layers.stop - local_layers.start)
     return Base(model, spec, shape, device, matrix_dtype(model), local_layers, whole.sites)
@@ -126,12 +126,14 @@ def make_stage_base(
 
 def local_shape(model: PreTrainedModel, whole_shape: ModelShape, layers: int) -> ModelShape:
     """Return the shape of a base of which `model` contains only `layers` layers."""
-    return replace(whole_shape, layers=layers, parameters=values(model), sites=tuple(model_sites(model)))
+    return replace(
+        whole_shape, layers=layers, parameters=parameter_count(model), sites=tuple(model_sites(model))
+    )
 
 
 def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
-    """Replace all modules outside the stages `layer_ranges` of this worker by placeholders. The stages are
-    given in order."""
+    """Replace all modules of a model outside this worker's stages by placeholders. `layer_ranges` are the
+    layers of the stages, in order."""
     ends = ENDS[model.config.model_type]
     decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
@@ -154,7 +156,8 @@ def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module that contains the layers. OPT and text towers have another module around it."""
+    """Return the module of a model whose children are the layers, embedding and final norm. In OPT and in
+    text towers it is nested one level deeper."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

@@ -82,7 +82,8 @@ class ParameterSlice:
 
 
 def weight_files(location: str, revision: str | None) -> WeightFiles | None:
-    """Return the weight files, from the index file if it exists. None if there are no safetensors files."""
+    """Return the safetensors files of a folder or a Hub repository, found in its index file if it has one.
+    None if there are no safetensors files."""
     index = find_file(location, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(location, revision, weight_map(index))
@@ -191,7 +192,7 @@ def quantised_formats(
     """Return a dict from the path of each linear to quantise to its format. These are all linears in layers
     or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
-    if files is None or not chosen.stored:
+    if files is None or not chosen.is_stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
     names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
     return {
@@ -320,8 +321,8 @@ def find_file(location: str, name: str, revision: str | None) -> Path | None:
 
 
 def stored_dtype(files: WeightFiles) -> torch.dtype | None:
-    """Return the most frequent dtype of the first file, not counting quantised weights. None if it is not a
-    supported dtype."""
+    """Return the most frequent dtype of the tensors in the first weight file, not counting quantised weights.
+    None if it is not a supported dtype."""
     first = next(iter(files.files))
     with open_safetensors(files.path(first)) as file:
         plain = [name for name in file.keys() if not is_stored_part(name, files.files)]  # noqa: SIM118

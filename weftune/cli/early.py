@@ -134,7 +134,7 @@ def read_model_shape(base: BaseSpec) -> ModelShape | None:
 
     config = read_config(base)
     try:
-        return spec_shape(base, config, bytes_per_value(base, gpu=False))
+        return spec_shape(base, config, bytes_per_value(base, on_gpu=False))
     except BaseModelError:
         return None
 

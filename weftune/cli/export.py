@@ -92,7 +92,7 @@ def _export_merged(
     typer.echo(f"Merging {folder} into {where}{base.published_name}.")
     kept = write_merged(folder, base, target, dtype, chosen)
     typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")
-    if quantised is not None and not quantised.stored:
+    if quantised is not None and not quantised.is_stored:
         losses = merged_losses(folder, base, dtype)
         found = ", ".join(f"{loss:.4f} merged into the {name} weights" for name, loss in losses.items())
         if losses:

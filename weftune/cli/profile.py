@@ -108,7 +108,7 @@ def _measure_profile(
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {device}", total=None)
         return measure_profile(
-            load_config(spec, model_source(spec)).text,
+            load_config(spec, model_source(spec)).text_config,
             shape,
             spec.model,
             device,

@@ -119,7 +119,7 @@ class Decoder:
         a single prompt is longer."""
         base = adapted_base.base
         self._adapted, self._base, self._max_prompt_rows = adapted_base, base, max_prompt_rows
-        if base.local_layers is not None or base.stored is not None:
+        if base.local_layers is not None or base.read_stored is not None:
             raise UserError(
                 "Text is generated on one device that holds the whole base; this run divides or streams it."
             )
@@ -134,7 +134,7 @@ class Decoder:
                 pages = min(pages, -(-max_positions // PAGE_ROWS))
             self._cache = PagedCache(probe, pages, like)
         self._graphs = None
-        if base.device.type == "cuda" and adapted_base.capturable and not self._cache.is_recurrent:
+        if base.device.type == "cuda" and adapted_base.can_capture and not self._cache.is_recurrent:
             self._graphs = DecodeGraphs(adapted_base, self._cache, self._head)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
@@ -359,7 +359,7 @@ class Decoder:
             cached = CachedRows(
                 self._cache, sequences, pack, lambda layer: _repeat_prefixes(banks.read_keys(layer), batch)
             )
-        with self._run_whole_layers(), banks.bound(microbatch, self._adapted.route, training=False):
+        with self._run_whole_layers(), banks.bind(microbatch, self._adapted.route, training=False):
             return self._base.hidden(microbatch, replace(pack, cache=cached))
 
     def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:

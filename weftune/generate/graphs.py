@@ -115,6 +115,6 @@ class DecodeGraph:
 
     def _compute_logits(self) -> Tensor:
         adapted = self._adapted
-        with adapted.banks.bound(self._microbatch, adapted.route, False, self._rows):
+        with adapted.banks.bind(self._microbatch, adapted.route, False, self._rows):
             h_BD = adapted.base.hidden(self._microbatch, self._pack)
         return self._head.logits(h_BD)

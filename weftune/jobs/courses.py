@@ -113,7 +113,7 @@ def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
         data = data.supervise_prompts()
     if spec.objective.scalar_head:
         data = data.remove_targets()
-    if spec.objective.mismatched:
+    if spec.objective.mismatched_samples:
         max_tokens = truncate_data(spec, context).max_sample_tokens(context)
         data = data.add_mismatched(spec.batch_size, spec.seed, max_tokens)
     return data

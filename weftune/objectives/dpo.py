@@ -35,7 +35,7 @@ class Dpo:
         spec, ratios_B = self._spec, scores.log_ratios()
         if spec.loss_type == "ipo":
             # As in TRL, an answer token that nothing predicts is counted, too.
-            lengths_B = ratios_B.new_tensor([max(1, answer) for answer in scores.answers])
+            lengths_B = ratios_B.new_tensor([max(1, answer) for answer in scores.answer_lengths])
             return (split_pairs(ratios_B / lengths_B).difference_P - 1 / (2 * spec.beta)) ** 2
         logits_P = spec.beta * split_pairs(ratios_B).difference_P
         match spec.loss_type:

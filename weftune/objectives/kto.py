@@ -14,7 +14,7 @@ from weftune.objectives.spec import KtoSpec
 
 class Kto:
     def __init__(self, spec: KtoSpec) -> None:
-        self.needs = Needs(reference=True, mismatched=spec.mismatched)
+        self.needs = Needs(reference=True, mismatched_samples=spec.mismatched_samples)
         self._spec = spec
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
@@ -28,7 +28,7 @@ class Kto:
         """Return the sums from which the spec computes the metrics: the number of desirable answers, rewards
         and log-probabilities of desirable and of undesirable answers, and the KL term of each sample."""
         rewards_B, logps_B = self._spec.beta * scores.log_ratios(), scores.sums()
-        chosen_B = logps_B.new_tensor(scores.desirable)
+        chosen_B = logps_B.new_tensor(scores.is_desirable)
         rejected_B, kl_B = 1 - chosen_B, torch.full_like(chosen_B, scores.kl)
         rows = (
             chosen_B,
@@ -42,6 +42,6 @@ class Kto:
 
     def _answer_losses(self, scores: SampleScores) -> Tensor:
         spec, ratios_B = self._spec, scores.log_ratios()
-        chosen_B = ratios_B.new_tensor(scores.desirable)
+        chosen_B = ratios_B.new_tensor(scores.is_desirable)
         weights_B = chosen_B * spec.desirable_weight + (1 - chosen_B) * spec.undesirable_weight
         return weights_B * (1 - torch.sigmoid(spec.beta * (2 * chosen_B - 1) * (ratios_B - scores.kl)))

@@ -19,11 +19,11 @@ from weftune.ops.accumulate import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The inputs that an objective needs in addition to the log-probabilities of its samples."""
+    """The requirements of an objective beyond the log-probabilities of its samples."""
 
     group_size: int = 1
     """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
-    mismatched: bool = False
+    mismatched_samples: bool = False
     """Whether mismatched samples, each a prompt with the answer to another one, are scored after the step
     before each global batch, and before each evaluation."""
     reference: bool = False
@@ -46,7 +46,7 @@ class SampleScores:
     logprobs_S: Tensor
     counts: tuple[int, ...]
     """Number of supervised rows of each sample."""
-    answers: tuple[int, ...] = ()
+    answer_lengths: tuple[int, ...] = ()
     """Number of answer tokens of each sample, which are its last tokens. The first token of a sample is
     counted too if it belongs to the answer, although no row predicts it."""
     references_B: Tensor | None = None
@@ -54,11 +54,12 @@ class SampleScores:
     gradients. None unless `Needs.reference` is set."""
     values_B: Tensor | None = None
     """Output of the scalar head for each sample."""
-    desirable: tuple[bool, ...] = ()
+    is_desirable: tuple[bool, ...] = ()
     """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0
     """KL term: the mean log-probability of mismatched samples under the current policy minus that under the
-    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched` is set."""
+    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched_samples` is
+    set."""
 
     def sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample, [B]."""
@@ -71,15 +72,15 @@ class SampleScores:
 
     def answer_sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample's answer, [B]."""
-        parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answers, strict=True)
+        parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answer_lengths, strict=True)
         return torch.stack([part[max(0, count - answer) :].sum() for part, count, answer in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Properties of a whole global batch that are needed to compute the loss of a part of it."""
+    """Properties of a job's whole global batch, which the loss of one of its segments depends on."""
 
-    supervised: int
+    supervised_tokens: int
     counts: tuple[int, ...] = ()
     """Number of supervised rows of each sample. Empty for supervised fine-tuning, which does not need it."""
 
@@ -90,7 +91,8 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSums:
-    """The sum of the loss over held-out samples of one microbatch. Reported losses are divided by `count`."""
+    """The sum of a job's loss over its held-out samples in one microbatch. A reported loss is the total of
+    these sums divided by the total of `count`."""
 
     loss: Tensor
     count: int

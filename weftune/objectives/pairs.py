@@ -31,7 +31,7 @@ def answer_scores(scores: SampleScores, divides_by_length: bool) -> PairScores:
     mean."""
     logps_B = scores.answer_sums()
     if divides_by_length:
-        counts = map(min, zip(scores.counts, scores.answers, strict=True))
+        counts = map(min, zip(scores.counts, scores.answer_lengths, strict=True))
         logps_B = logps_B / logps_B.new_tensor(list(counts))
     return split_pairs(logps_B)
 

@@ -11,7 +11,7 @@ class SupervisedFineTuning:
     needs = Needs()
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
-        return -scores.logprobs_S.sum() / batch.supervised
+        return -scores.logprobs_S.sum() / batch.supervised_tokens
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         return HeldOutSums(-scores.logprobs_S.sum(), len(scores.logprobs_S))

@@ -33,7 +33,7 @@ REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
 """Names of the metrics of all objectives."""
 MAX_METRICS = 6
-"""Maximum number of sums from which the metrics of an objective are computed."""
+"""Maximum number of values (sums and maxima) from which the metrics of one objective are computed."""
 BETA = Bound(above=0)
 SMOOTHING = Bound(at_least=0, below=0.5)
 
@@ -49,9 +49,9 @@ class ObjectiveSpec:
     learning_rate: ClassVar[float] = 1e-6
     """Default learning rate of jobs with this objective."""
     row_kind: ClassVar[RowKind] = "pairs"
-    """Kind of rows that the objective requires."""
+    """Kind of dataset rows that the objective requires, such as preference pairs."""
     prompts: ClassVar[bool] = False
-    """Whether the prompt tokens of chosen samples are supervised too."""
+    """Whether the prompt tokens of chosen samples are supervised in addition to their answers."""
     reference: ClassVar[bool] = False
     """Whether the objective needs the log-probabilities of a reference policy."""
     scalar_head: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class ObjectiveSpec:
     kind: str
 
     @property
-    def mismatched(self) -> bool:
+    def mismatched_samples(self) -> bool:
         """Whether the objective needs mismatched samples, which are prompts with answers to other prompts."""
         return False
 
@@ -161,7 +161,7 @@ class KtoSpec(ObjectiveSpec):
     """Weight of the losses of answers with the label false."""
 
     @property
-    def mismatched(self) -> bool:
+    def mismatched_samples(self) -> bool:
         return self.loss_type == "kto"
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
@@ -194,7 +194,8 @@ class RewardSpec(ObjectiveSpec):
     """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. The fourth value is the maximum of the negative rewards."""
+        """Return a dict from metric name to value. The fourth of the given values is the maximum of the
+        negative rewards, so its negative is the minimum reward."""
         named = ObjectiveSpec.named_metrics(self, metric_means)
         return named | {"min_reward": -named["min_reward"]} if named else {}
 

@@ -1,5 +1,4 @@
-"""A copy of a trained weight for a forward pass, whose gradient autograd adds to a given tensor, not
-`.grad`."""
+"""Accumulation of a trained weight's gradient in a given tensor instead of the weight's `.grad`."""
 
 from __future__ import annotations
 

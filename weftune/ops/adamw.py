@@ -25,8 +25,8 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 """Defaults of `torch.optim.AdamW`."""
 BLOCK = 4096
 EVEN_SIZE = 64
-"""Multiple of the widths of CPUs' vector registers. Torch may round the values behind the last such multiple
-differently, depending on where a vector lies in memory, so those values are computed in a padded copy."""
+"""Number of values that fills whole vector registers on every CPU. Torch may round the values after the last
+multiple of it differently, depending on a vector's address, so those values are computed in a padded copy."""
 OP = "AdamW"
 
 
@@ -84,7 +84,8 @@ class Update:
     have the job's learning rate."""
 
     def for_state(self, state: AdamState, start: int) -> Update:
-        """Return this step for `state`, which holds a slice of the parameters that begins at `start`."""
+        """Return this optimizer step for a part of the job's parameters: `state` is their state, and `start`
+        the index of the first of them."""
         stop = start + state.master.numel()
         cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
         runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
@@ -144,7 +145,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     no step is made, and its gradient is zeroed.
     """
     if any(one.rates for one in updates):
-        return _update_runs(updates, factor_J)
+        return _update_by_rate(updates, factor_J)
     if not kernels_available(updates[0].state.gradient):
         assert factor_J is None
         return _update_by_torch(updates, None)
@@ -178,8 +179,9 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
     return finite_JB.all(dim=1)
 
 
-def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """Apply steps of jobs with several learning rates: each range of parameters is updated like a job."""
+def _update_by_rate(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
+    """Apply optimizer steps of jobs with several learning rates, as if each range of parameters with one rate
+    were a job of its own."""
     runs = [one.split_by_rate() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]

@@ -19,7 +19,8 @@ ROWS_BLOCK = 4096
 WARPS = 4
 
 Write = Callable[[Mapping[str, Tensor], Tensor], None]
-"""A function that takes the tensors of a weight by name and writes the contiguous matrix `out_NK`."""
+"""Type of a function that dequantises the tensors of a weight, given by name, into the contiguous matrix
+`out_NK`."""
 
 
 def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:

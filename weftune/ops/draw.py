@@ -22,7 +22,8 @@ that they take at most 8 MiB each)."""
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
-    """Return the random key of a parameter of a job. It uses step 0, so it differs from all dropout keys."""
+    """Return the key of the random numbers with which a job's parameter is initialised. It is a hash for step
+    0, and keys of dropout masks are hashes for later steps, so the numbers are independent."""
     of_site = mix_int(step_key(seed, 0) ^ zlib.crc32(site.encode()))
     return mix_int(of_site ^ zlib.crc32(parameter.encode()))
 
@@ -47,8 +48,9 @@ def fill_uniform(
 def fill_uniform_batch(
     values: Sequence[Tensor], keys: Sequence[int], bound: float, draw_device: torch.device | None = None
 ) -> None:
-    """Apply `fill_uniform` to many tensors of equal size with few launches. An adapter has hundreds of small
-    matrices, for which separate launches would take longer than the arithmetic."""
+    """Fill many tensors of equal size with uniform numbers in ±bound, as `fill_uniform` does, with few kernel
+    launches. For the hundreds of small matrices of an adapter, separate launches would take longer than the
+    arithmetic."""
     device, size = draw_device or values[0].device, values[0].numel()
     many = max(1, _chunk_size(device) // size)
     if many == 1:

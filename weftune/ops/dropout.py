@@ -24,10 +24,11 @@ STRIDE = 0x9E3779B9
 CHUNK = 1 << 17
 """Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
-"""Maximum number of mask values that numpy draws on a CPU. Torch, too, uses one thread for so few."""
+"""Maximum number of mask values for which numpy is used in place of torch on a CPU. For so few values torch
+would use only one thread, too."""
 
 
-def key(seed: int, step: int, site: str) -> int:
+def mask_key(seed: int, step: int, site: str) -> int:
     """Return the hash key of a job's dropout mask at one optimizer step and one linear (site)."""
     return mix_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
@@ -39,7 +40,7 @@ def step_key(seed: int, step: int) -> int:
     return mix_int(mixed ^ (step & 0xFFFFFFFF))
 
 
-def threshold(probability: float) -> int:
+def keep_threshold(probability: float) -> int:
     """Return the integer threshold for a dropout probability: a value is kept if its random bits, read as a
     signed integer, are at least this."""
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
@@ -54,7 +55,7 @@ def mix_int(value: int) -> int:
     return value ^ value >> 16
 
 
-def kept_TK(
+def keep_mask_TK(
     key_of_site: int, token_index_T: Tensor, features: int, probability: float, first_feature: int = 0
 ) -> Tensor:
     """Return the mask of values that are kept by dropout with `probability`, bool [T, K].
@@ -64,7 +65,7 @@ def kept_TK(
     """
     draw = _keep_mask_on_cpu if token_index_T.device.type == "cpu" else _keep_mask_by_torch
     numbers = range(first_feature + 1, first_feature + 1 + features)
-    return draw(key_of_site, token_index_T, numbers, threshold(probability))
+    return draw(key_of_site, token_index_T, numbers, keep_threshold(probability))
 
 
 def _keep_mask_by_torch(

@@ -22,7 +22,7 @@ from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Number of 16-bit values of which a row's width must be a multiple, as grouped matrix products require."""
+"""Divisor that a row's width, in 16-bit values, must have in grouped matrix products."""
 
 
 Tokens = tuple[int, int]
@@ -72,19 +72,19 @@ class Routes:
     """Maps each choice to its position in the sorted order."""
 
     @classmethod
-    def from_choices(cls, chosen_Tk: Tensor, count: int) -> Routes:
-        experts_S, order_S = chosen_Tk.flatten().sort(stable=True)
+    def from_choices(cls, experts_Tk: Tensor, count: int) -> Routes:
+        experts_S, order_S = experts_Tk.flatten().sort(stable=True)
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(chosen_Tk.shape))
+        return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(experts_Tk.shape))
 
-    def rows(self, x_TD: Tensor) -> Tensor:
+    def sorted_tokens(self, x_TD: Tensor) -> Tensor:
         """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the positions of a job's choices in the sorted order, and the number of these choices up to
-        and including each expert's, [E]."""
+        """Return the positions in the sorted order of a job's choices (pairs of a token and one of its
+        experts), and for each expert the number of the job's choices up to and including that expert, [E]."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
         return places_s, _expert_stops(self.experts_S[places_s], len(self.stops_E))
@@ -112,26 +112,26 @@ def _expert_stops(experts_S: Tensor, count: int) -> Tensor:
 
 def experts_output(
     x_TD: Tensor,
-    chosen_Tk: Tensor,
+    experts_Tk: Tensor,
     weights_Tk: Tensor,
     gate_up: ExpertSite,
     down: ExpertSite,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return for each token the sum over its experts of weight · down(activation(gate) ⊙ up), [T, D].
-    `chosen_Tk` are the indices of the experts, and `weights_Tk` the router's weights."""
-    routes = Routes.from_choices(chosen_Tk, len(down.weight_ENK))
+    `experts_Tk` are the indices of the experts, and `weights_Tk` the router's weights."""
+    routes = Routes.from_choices(experts_Tk, len(down.weight_ENK))
     own = {
         tokens: routes.job_choices(tokens)
         for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}
     }
-    gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
+    gate, up = routes.linear(routes.sorted_tokens(x_TD), gate_up, own).chunk(2, dim=-1)
     return routes.gather_outputs(routes.linear(activation(gate) * up, down, own), weights_Tk)
 
 
 def experts_output_reference(
     x_TD: Tensor,
-    chosen_Tk: Tensor,
+    experts_Tk: Tensor,
     weights_Tk: Tensor,
     gate_up: ExpertSite,
     down: ExpertSite,
@@ -147,7 +147,7 @@ def experts_output_reference(
         outputs_kD = torch.stack([expert_output(token, number) for number in chosen])
         return (outputs_kD * weights_Tk[token, :, None]).sum(dim=0)
 
-    y_TD = torch.stack([weighted_output(token, chosen) for token, chosen in enumerate(chosen_Tk.tolist())])
+    y_TD = torch.stack([weighted_output(token, chosen) for token, chosen in enumerate(experts_Tk.tolist())])
     return y_TD.to(x_TD.dtype)
 
 
@@ -160,8 +160,8 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. If `has_kernel`, one kernel computes all
-    experts."""
+    """Return each row of x times the matrix of its expert. Where `has_kernel` allows it, a single kernel
+    computes all experts."""
     if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()

@@ -1,9 +1,9 @@
 """Plain torch as a substitute for kernels that do not compile or launch on the device.
 
-The kernels are tested on one class of GPUs only (`core.device_class`). Triton compiles and loads a kernel at
-its first launch, before it runs. When this fails in an op that launches one kernel, nothing has been written
-yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses them first:
-it launches them once on rows that belong to no job.
+The kernels are tested on GPUs of one compute capability only (`core.device_class`). Triton compiles and loads
+a kernel at its first launch, before it runs. When this fails in an op that launches one kernel, nothing has
+been written yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses
+them first: it launches them once on rows that belong to no job.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class KernelWarning(UserWarning):
 
 
 class KernelsFailed(Exception):
-    """Raised if an op's kernels do not run on the device. The user has been warned; nothing has been
-    written."""
+    """Raised if an op's kernels do not run on the device, after the user has been warned and before any
+    tensor has been written."""
 
 
-_failed: set[str] = set()
-_rehearsed: dict[Hashable, bool] = {}
+_failed_ops: set[str] = set()
+_rehearsal_results: dict[Hashable, bool] = {}
 
 
 def has_failed(op: str) -> bool:
     """Return whether a kernel of the op has failed in this process."""
-    return op in _failed
+    return op in _failed_ops
 
 
 def run_with_fallback(
@@ -66,7 +66,7 @@ def run_with_fallback(
 
     `kernel_function` must have written nothing but new tensors when its kernel is launched.
     """
-    if op not in _failed:
+    if op not in _failed_ops:
         try:
             return kernel_function(*arguments)
         except Exception as error:
@@ -85,20 +85,20 @@ def rehearse_kernels(
     Raises KernelsFailed if one of the kernels fails, and at every later call with this key. During a capture
     nothing is rehearsed: passes are captured only after the same pass has run uncaptured.
     """
-    if key not in _rehearsed:
+    if key not in _rehearsal_results:
         if device.type not in REHEARSING:
             return
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         try:
             launch_kernels()
-            _rehearsed[key] = True
+            _rehearsal_results[key] = True
         except Exception as error:
             if not is_kernel_failure(error):
                 raise
             _log_fallback(op, device, error)
-            _rehearsed[key] = False
-    if not _rehearsed[key]:
+            _rehearsal_results[key] = False
+    if not _rehearsal_results[key]:
         raise KernelsFailed(op)
 
 
@@ -115,9 +115,9 @@ def is_kernel_failure(error: Exception) -> bool:
 
 def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
     """Warn the user that torch computes the op from now on, once for each op."""
-    if op in _failed:
+    if op in _failed_ops:
         return
-    _failed.add(op)
+    _failed_ops.add(op)
     where = device.type.upper()
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)} ({get_device_class(device).architecture})"

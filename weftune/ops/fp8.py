@@ -18,8 +18,8 @@ from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
-"""Number of values that a program of the kernel `row_codes` converts: 64 per thread. A wider row still gets a
-single program."""
+"""Number of values that a program of the kernel `row_codes` converts, 64 per thread. A row with more values
+is converted by a single program, too."""
 MULTIPLE = 16
 """`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
 

@@ -29,12 +29,12 @@ BITS = 23
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """The values of a difference and the parameters α of its gates. The same class holds the accumulators of
-    their gradients."""
+    """A sparse trained matrix that is added to a frozen weight (the difference) and the parameters α of its
+    gates, or the accumulators of the gradients of both."""
 
     w_NK: Tensor
     alpha_NK: Tensor
-    group: Tensor | None
+    group_alpha: Tensor | None
     """Parameter α [1] of an additional gate for the whole tensor. None if the tensor has no such gate."""
 
 
@@ -75,8 +75,8 @@ def pruned_values(values: Gated, kept_count: int) -> Tensor:
     elements set to 0."""
     dtype = accumulation_dtype(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate_with_slope(values.alpha_NK.to(dtype))[0]
-    if values.group is not None:
-        whole = whole * gate_with_slope(values.group.to(dtype))[0]
+    if values.group_alpha is not None:
+        whole = whole * gate_with_slope(values.group_alpha.to(dtype))[0]
     largest = whole.abs().flatten().topk(min(kept_count, whole.numel())).indices
     found = torch.zeros_like(whole)
     found.view(-1)[largest] = whole.view(-1)[largest]
@@ -84,12 +84,13 @@ def pruned_values(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Set the difference to `pruned_values`' result, and fix every gate at 1 (for kept elements) or 0."""
+    """Prune the difference in place to its `kept_count` largest elements, as `pruned_values` does. Fix the
+    gates of these elements at 1 and all others at 0."""
     whole = pruned_values(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
-    if values.group is not None:
-        values.group.fill_(OPEN)
+    if values.group_alpha is not None:
+        values.group_alpha.fill_(OPEN)
 
 
 def difference_product(
@@ -126,8 +127,8 @@ class _DifferenceProduct(torch.autograd.Function):
         if drawn is not None:
             change_NK *= values.w_NK
             totals.alpha_NK.add_(change_NK * slope_NK * group)
-            if totals.group is not None:
-                totals.group.add_((change_NK * element_NK).sum() * group_slope)
+            if totals.group_alpha is not None:
+                totals.group_alpha.add_((change_NK * element_NK).sum() * group_slope)
             _add_penalty(values, totals, drawn)
         return dx_LK, None, None, None, None
 
@@ -142,9 +143,9 @@ def _gate_values(
         return gate_with_slope(alpha_NK), fixed
     rows, columns = alpha_NK.shape
     element = gate_with_slope(alpha_NK, uniform_noise(drawn_gates.key, rows, columns, alpha_NK))
-    if values.group is None:
+    if values.group_alpha is None:
         return element, fixed
-    group = values.group.to(alpha_NK.dtype)
+    group = values.group_alpha.to(alpha_NK.dtype)
     return element, gate_with_slope(group, uniform_noise(drawn_gates.group_key, 1, 1, group)[0])
 
 
@@ -154,9 +155,9 @@ def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
     # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
     p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))
     cost = drawn_gates.l0_weight * drawn_gates.adds_penalty.to(p_NK.dtype)
-    if values.group is None or totals.group is None:
+    if values.group_alpha is None or totals.group_alpha is None:
         totals.alpha_NK.add_(cost * p_NK * (1 - p_NK))
         return
-    p = torch.sigmoid(values.group.to(p_NK.dtype))
-    totals.group.add_(cost * p * (1 - p) * p_NK.sum())
+    p = torch.sigmoid(values.group_alpha.to(p_NK.dtype))
+    totals.group_alpha.add_(cost * p * (1 - p) * p_NK.sum())
     totals.alpha_NK.add_(cost * p * p_NK * (1 - p_NK))

@@ -152,8 +152,8 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
 
 
 class _OwnRowsOnShard:
-    """The rows of the head that a job trains. On this shard, those of its own tokens replace rows of the
-    head."""
+    """The rows that a job trains of a head that is divided among shards. The trained rows of this shard's
+    tokens replace the frozen ones."""
 
     def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
         index_n, self.is_local_n = shard.local_rows(ids_n)
@@ -270,7 +270,7 @@ def _run_kernel(
     return logprobs, correct, gradient @ head.weight_VD if needs_gradient else h
 
 
-def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
+def range_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the sums of J consecutive ranges of values with the given lengths, [J]. Autograd can
     differentiate them."""
     lengths_J = to_device(torch.tensor(lengths), values_S.device)
@@ -278,7 +278,7 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
 
 
-def run_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
+def range_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the exact number of True values in each of J consecutive ranges with the given lengths, [J]."""
     stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
     counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))

@@ -22,7 +22,8 @@ TILE = 4096
 """Minimum number of values per program. Narrow rows share a program: the norm of attention heads has millions
 of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
-"""Values per thread: two 16-byte accesses per tensor in half precision hide the latency of the row's mean."""
+"""Number of values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of
+the row's mean."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -33,7 +34,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) ->
 
 
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (h, RMSNorm of h): the residual connection and the input of a branch, with a fused backward."""
+    """Return h, for the residual connection, and the RMSNorm of h, the input of a branch. One fused backward
+    computes the gradient of both."""
     if not kernels_available(h_TD):
         return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)

@@ -14,12 +14,13 @@ class SideStream:
     product leaves multiprocessors idle in its last wave, which independent memory-bound work can use."""
 
     def __init__(self, device: torch.device) -> None:
-        """Record the point in the current stream that the second stream will wait for."""
+        """Record the point in the current stream, the main one, that work on the second stream will wait
+        for."""
         self._stream = _side_stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
-    def done(self) -> Iterator[None]:
+    def concurrent_work(self) -> Iterator[None]:
         """Launch the work inside the context on the second stream. Later work on the main stream waits for
         its end.
 

@@ -115,7 +115,8 @@ class RowChange(Protocol):
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
-"""A change of an output: its rows, its columns, and the function that is applied to this part."""
+"""A change of a linear's output: the rows and the columns that are changed, and the function that is applied
+to them."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:

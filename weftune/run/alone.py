@@ -47,16 +47,16 @@ class Alone:
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
         """Maps each evaluation (job, step) to the number of its microbatches that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
-        self._timed: list[TimedPass] = []
+        self._unreported_passes: list[TimedPass] = []
         """Passes that have run since the last optimizer step and have not been reported yet."""
-        self._underway: StepsUnderway | None = None
+        self._steps_underway: StepsUnderway | None = None
         """Optimizer steps whose outcomes have not been reported yet."""
-        self._timed_before: list[TimedPass] = []
-        """Passes that ran before the optimizer steps in `_underway` and have not been reported yet."""
+        self._passes_before_steps: list[TimedPass] = []
+        """Passes that ran before the optimizer steps in `_steps_underway` and have not been reported yet."""
         self._steps_settled = False
-        """Whether the duration of the optimizer steps in `_underway` is typical: it includes no setup, such
-        as compilation."""
-        self._seen: set[str] = set()
+        """Whether the duration of the optimizer steps in `_steps_underway` is typical, because it includes no
+        setup such as compilation."""
+        self._seen_kinds: set[str] = set()
         """Kinds of work (pass, evaluation, step) that have run. The first of each kind includes setup
         time."""
 
@@ -103,17 +103,20 @@ class Alone:
     ) -> Iterator[Event]:
         if timed_pass is None:
             return
-        timed_pass.settled &= self._is_repeated("evaluation" if isinstance(action, ForwardOnly) else "pass")
-        self._timed.append(timed_pass)
+        timed_pass.is_typical &= self._is_repeated(
+            "evaluation" if isinstance(action, ForwardOnly) else "pass"
+        )
+        self._unreported_passes.append(timed_pass)
         # A pass without a backward has waited for the device.
         if not self._runs_behind or isinstance(action, ForwardOnly):
-            yield from self._report_passes(self._timed)
-            self._timed = []
+            yield from self._report_passes(self._unreported_passes)
+            self._unreported_passes = []
 
     def _is_repeated(self, kind: str) -> bool:
-        """Return whether work of this kind has run before, and remember that it has."""
-        before = kind in self._seen
-        self._seen.add(kind)
+        """Return whether work of this kind (pass, evaluation or step) has run before. From now on it counts
+        as run."""
+        before = kind in self._seen_kinds
+        self._seen_kinds.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
@@ -125,7 +128,7 @@ class Alone:
                 forward=sum(span.seconds() for span in timed.forward),
                 backward=sum(span.seconds() for span in timed.backward),
                 training=timed.training,
-                settled=timed.settled,
+                settled=timed.is_typical,
             )
             yield Passed(timed.plan, time)
 
@@ -160,7 +163,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make consecutive optimizer steps of several jobs together."""
+        """Make the optimizer steps of several jobs, which follow one another in the Program, together."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -173,10 +176,10 @@ class Alone:
         if not requests:
             return
         underway = self._adapters.step(requests)
-        if self._underway is None:
-            self._underway, self._steps_settled = underway, self._is_repeated("step")
-        self._timed_before += self._timed
-        self._timed = []
+        if self._steps_underway is None:
+            self._steps_underway, self._steps_settled = underway, self._is_repeated("step")
+        self._passes_before_steps += self._unreported_passes
+        self._unreported_passes = []
         if underway.is_done:
             yield from self.finish_steps()
 
@@ -186,11 +189,11 @@ class Alone:
             yield SaveDue(job, step)
 
     def finish_steps(self) -> Iterator[Event]:
-        if (underway := self._underway) is None:
+        if (underway := self._steps_underway) is None:
             return
         # If this runs out of memory, the Steps are still pending.
         outcomes = underway.outcomes()
-        self._underway, passes, self._timed_before = None, self._timed_before, []
+        self._steps_underway, passes, self._passes_before_steps = None, self._passes_before_steps, []
         yield from self._report_passes(passes)
         requests = underway.requests
         if self._steps_settled:
@@ -207,9 +210,9 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def end_early(self) -> bool:
-        """Drop unfinished global batches. Return True, so that the window ends now: no other worker waits for
-        this one."""
-        self._timed = []
+        """Drop unfinished global batches. Return True, which ends the window at once, since no other worker
+        waits for tensors from this one."""
+        self._unreported_passes = []
         self._adapters.abandon()
         return True
 

@@ -1,4 +1,4 @@
-"""Functions that compose an executor from its parts, according to the worker's layout."""
+"""Functions that construct the executor of a worker from its parts, as the worker's layout requires."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import WorkerLayout, one_device_layout
 from weftune.run.alone import Alone
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import release
+from weftune.run.measure.memory import release_cached_memory
 from weftune.run.measure.timers import ActionTimer
 from weftune.run.parts import AdapterState, Agreement
 from weftune.run.passes.adapted import AdaptedBase
@@ -39,23 +39,24 @@ def resident_executor(
     worker: int = 0,
     make_agreement: Agrees | None = None,
     captures_early: bool = True,
-    make: Make = update,
+    apply_updates: Make = update,
     team: ShardTeam | None = None,
     fuses_layers: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` is given if every layer is divided into shards. With `graphs`, passes are captured as CUDA
-    graphs where possible: immediately with `captures_early`, and otherwise only where that saves time. `make`
-    is the function that updates adapters whose master weights and moments are in host memory. `fuses_layers`
-    says whether layers run as fused ops; None fuses them where kernels make that faster."""
+    base. `team` are the workers that divide every layer into shards, or None. With `graphs`, passes are
+    captured as CUDA graphs where possible: immediately with `captures_early`, and otherwise only where that
+    saves time. `apply_updates` is the function that updates adapters whose master weights and moments are in
+    host memory. `fuses_layers` says whether layers run as fused ops; None fuses them where kernels make that
+    faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses_layers, team)
     stages = {part.own_stages[0]: base}
-    captures = graphs and adapted.capturable
+    captures = graphs and adapted.can_capture
     timer = ActionTimer(base.device)
     offloads = part.layout.offloads_optimizer
-    adapters = OffloadedOptimizer(adapted, make) if offloads else ResidentAdapters(adapted, shards)
+    adapters = OffloadedOptimizer(adapted, apply_updates) if offloads else ResidentAdapters(adapted, shards)
     return Executor(
         adapted,
         part,
@@ -75,25 +76,28 @@ def streamed_executor(
     graphs: bool = True,
     worker: int = 0,
     make_agreement: Agrees | None = None,
-    make: Make = update,
+    apply_updates: Make = update,
     pool: Pool | None = None,
     team: ShardTeam | None = None,
 ) -> Executor:
-    """Return an executor for a streamed base, whose stages take turns on one device. `make` is the function
-    that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where possible, in
-    the memory of `pool` if it is given. `team` is given if every layer is divided into shards."""
+    """Return an executor for a streamed base, whose stages take turns on one device. `apply_updates` is the
+    function that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where
+    possible, in the memory of `pool` if it is given. `team` are the workers that divide every layer into
+    shards, or None."""
     base, part = streamed.whole, streamed.part
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, team=team)
     streamed.refuse_copies()
     # Loading and adapting leave fragmented memory; long-lived tensors must not be placed in the gaps.
-    release(base.device)
+    release_cached_memory(base.device)
     stages = {stage: make_stage_view(base, part.stage_range(stage)) for stage in part.own_stages}
     weights, timer = StreamedWeights(streamed), ActionTimer(base.device)
     travels = part.layout.adapters_travel
-    adapters = TravellingAdapters(adapted, weights, make) if travels else ResidentAdapters(adapted, shards)
+    adapters = (
+        TravellingAdapters(adapted, weights, apply_updates) if travels else ResidentAdapters(adapted, shards)
+    )
     # Whether a pass is captured depends on memory and time, but all shards must run the same passes.
-    if pool is None and graphs and adapted.capturable and team is None:
+    if pool is None and graphs and adapted.can_capture and team is None:
         pool = GraphPool(base.device)
     offloads = bool(part.offloaded_stages)
     return Executor(

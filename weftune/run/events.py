@@ -14,7 +14,7 @@ from weftune.run.training.state import EvaluationSums, StepOutcome
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A job made an optimizer step."""
+    """The event that a job has made an optimizer step."""
 
     job: str
     step: int
@@ -23,7 +23,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out samples of a job were evaluated after the optimizer step `step`."""
+    """The result of an evaluation of a job's held-out samples after the optimizer step `step`."""
 
     job: str
     step: int
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SaveDue:
-    """The Program requests a checkpoint of this job now."""
+    """The event that the Program has reached a point where a checkpoint of this job is to be saved."""
 
     job: str
     step: int
@@ -57,7 +57,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A job has failed. `reason` tells the user why. Other jobs continue."""
+    """The event that a job has failed, with the reason in words for the user. Other jobs continue."""
 
     job: str
     reason: str
@@ -65,7 +65,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A microbatch has passed through the base. The event has its plan and the duration of the pass."""
+    """The event that a microbatch has passed through the base, with its plan and the duration of the pass."""
 
     microbatch: MicrobatchPlan
     time: PassTime
@@ -76,7 +76,7 @@ Event = Stepped | Evaluated | Scored | SaveDue | Failed | Passed | StateTime
 
 
 class OutOfMemory(RuntimeError):
-    """A pass did not fit into memory. Unfinished global batches have been dropped."""
+    """Raised if a pass did not fit into memory, after unfinished global batches have been dropped."""
 
 
 def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluated | Failed:

@@ -90,7 +90,7 @@ class Executor:
         self.weights, self.activations, self.passes = weights, activations, passes
         self.adapters, self.agreement = adapters, agreement
         self.overlapped = OverlappedPasses(adapted)
-        self.scorer = Scorer(self.base.head() if self.base.last else None, self.banks.rows_in_head)
+        self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.rows_in_head)
         self._roster, self._timer = adapters.roster, timer
         self.attached, self.dead = self._roster.trainings, self._roster.dead
         self.home = adapters.home
@@ -101,15 +101,16 @@ class Executor:
         """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = fetch_from(NOTHING_TO_DO, {})
-        self._trained: frozenset[int] = frozenset()
+        self._trained_microbatches: frozenset[int] = frozenset()
         """Indices of the microbatches whose backward this worker runs in the current window."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
         """Maps (job, step, offset of the sample) to the attention keys and values of a long sample whose
         chunks are being processed."""
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished, whose microbatches are in flight here."""
-        self._next: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
+        """Global batches that the last window left unfinished, some of whose microbatches are in flight on
+        this worker."""
+        self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
         """Function that is called after every pass of a window, when no microbatch is bound to the base. A
@@ -203,15 +204,15 @@ class Executor:
         program: Program,
         fetch: Fetch,
         stop: Callable[[], bool] = lambda: False,
-        overdue: Callable[[], bool] = lambda: False,
+        is_overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
         """Run every action of the Program and yield events. Microbatches that the window leaves in flight are
         kept for the next window. After `stop` returns True, the run ends as soon as no global batch is
-        unfinished. If that takes too long, or if `overdue` returns True, the run ends immediately and
+        unfinished. If that takes too long, or if `is_overdue` returns True, the run ends immediately and
         unfinished global batches are dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
-            self._inherit(program)
+            self._continue_microbatches(program)
             self._timer.begin_window()
             self.weights.begin_window()
             self.activations.reserve(max_rows_in_flight(program, self.worker))
@@ -220,21 +221,23 @@ class Executor:
             self.agreement.begin_window(program)
             self._program, self._fetch = program, fetch
             actions = program.devices[self.worker]
-            self._trained = frozenset(one.microbatch for one in actions if isinstance(one, Forward))
-            yield from self._run_actions(actions, StopRequest(stop), overdue)
+            self._trained_microbatches = frozenset(
+                one.microbatch for one in actions if isinstance(one, Forward)
+            )
+            yield from self._run_actions(actions, StopRequest(stop), is_overdue)
             yield from self._guard_memory(self.agreement.finish_steps())
             self.agreement.end_window(self.weights.waited)
             if not self.agreement.shortage:
                 self.unfinished = unfinished_work(program)
 
-    def _inherit(self, program: Program) -> None:
-        """Give the microbatches that the last window left unfinished their indices in this Program. If the
-        Program continues none of them, drop them."""
+    def _continue_microbatches(self, program: Program) -> None:
+        """Give the microbatches that the last window left in flight the indices that they have in this
+        Program, or drop them if the Program does not continue them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
-            self._in_flight = {numbers[old]: flight for old, flight in self._in_flight.items()}
-            self.activations.inherit(numbers)
-            self.passes.inherit(numbers)
+            self._in_flight = {numbers[old]: in_flight for old, in_flight in self._in_flight.items()}
+            self.activations.renumber_microbatches(numbers)
+            self.passes.renumber_microbatches(numbers)
         elif self.unfinished.batches or (self.part.layout.is_pipeline and self._is_busy()):
             self._in_flight.clear()
             self.activations.forget()
@@ -244,7 +247,7 @@ class Executor:
         self.unfinished = FINISHED
 
     def _run_actions(
-        self, actions: Sequence[Action], request: StopRequest, overdue: Callable[[], bool]
+        self, actions: Sequence[Action], request: StopRequest, is_overdue: Callable[[], bool]
     ) -> Iterator[Event]:
         for together, run in groupby(actions, lambda action: isinstance(action, Step)):
             if together:
@@ -258,7 +261,7 @@ class Executor:
                 begins = isinstance(action, ForwardPass | ForwardHalf)
                 if begins and request.is_pending() and not self._is_busy():
                     return
-                late = request.is_overdue() or overdue()
+                late = request.is_overdue() or is_overdue()
                 if late and isinstance(action, Compute | HalfPass) and not self.agreement.shortage:
                     yield from self._drop_unfinished()
                     if self.agreement.end_early():
@@ -289,14 +292,14 @@ class Executor:
         return bool(self._in_flight) or self._roster.has_open_batch()
 
     def _finish_action(self, action: Action) -> Iterator[Event]:
-        """Report that an action has run. After the last action of a microbatch on this worker, release the
-        microbatch."""
+        """Report an action that has run, and yield the resulting events. After the last action of a
+        microbatch on this worker, release the microbatch."""
         span, passed = self._timer.stop(), None
         if (
             isinstance(action, Compute | HalfPass)
-            and (flight := self._in_flight.get(action.microbatch)) is not None
+            and (in_flight := self._in_flight.get(action.microbatch)) is not None
         ):
-            timed, number, own = flight.pass_times, action.microbatch, self.part.own_stages
+            timed, number, own = in_flight.pass_times, action.microbatch, self.part.own_stages
             is_backward = isinstance(action, Backward | BackwardHalf)
             (timed.backward if is_backward else timed.forward).append(span)
             if action in (Backward(number, own[0]), Evaluate(number, own[-1]), Score(number, own[-1])):
@@ -309,7 +312,7 @@ class Executor:
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._sample_keys.clear()
-        self._next = None
+        self._next_microbatch = None
         self.activations.forget()
         self.passes.abandon()
         self.overlapped.forget()
@@ -330,7 +333,7 @@ class Executor:
             case Recv(number, stage):
                 input_TD = self.agreement.receive(action)
                 self.activations.store_input(
-                    StageVisit(number, stage), input_TD, has_backward=number in self._trained
+                    StageVisit(number, stage), input_TD, has_backward=number in self._trained_microbatches
                 )
             case Send(number, stage, what):
                 self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
@@ -357,46 +360,52 @@ class Executor:
     # -- passes ------------------------------------------------------------------------------------------
 
     def _forward_half(self, visit: StageVisit, index: int) -> None:
-        flight = self._find_in_flight(visit, Forward) if index == 0 else self._in_flight.get(visit.microbatch)
+        in_flight = (
+            self._find_in_flight(visit, Forward) if index == 0 else self._in_flight.get(visit.microbatch)
+        )
         if index == 0:
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=False
             )
-        if flight is not None:
-            self.overlapped.forward_half(visit, flight, index)
+        if in_flight is not None:
+            self.overlapped.forward_half(visit, in_flight, index)
 
     def _backward_half(self, visit: StageVisit, index: int) -> None:
-        if (flight := self._in_flight.get(visit.microbatch)) is None:
+        if (in_flight := self._in_flight.get(visit.microbatch)) is None:
             return
         if index + 1 == self._program.half_layers:
-            assert flight.scores is not None, "losses come before the gradients of the last half layer"
+            assert in_flight.scores is not None, "losses come before the gradients of the last half layer"
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
             )
-            self.overlapped.begin_backward(visit, flight.scores.gradient_TD(self.dead))
+            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.dead))
         self.overlapped.backward_half(visit, index)
 
     def _forward(self, visit: StageVisit) -> None:
         plan = self._program.microbatches[visit.microbatch]
         is_overlapped = self.overlapped.is_open(visit)
-        flight = self._in_flight[visit.microbatch] if is_overlapped else self._find_in_flight(visit, Forward)
+        in_flight = (
+            self._in_flight[visit.microbatch] if is_overlapped else self._find_in_flight(visit, Forward)
+        )
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._prepare_stage(visit.stage, plan, before_backward=False)
-        if flight is not None:
-            self._pass_forward(flight, visit)
+        if in_flight is not None:
+            self._pass_forward(in_flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _pass_forward(self, flight: InFlight, visit: StageVisit) -> None:
+    def _pass_forward(self, in_flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
         if self.overlapped.is_open(visit):
             h_TD = self.overlapped.end_forward(visit)
         else:
             keep = last or self.part.layout.is_pipeline
-            h_TD = self.passes.forward(visit, flight, self._stage_input(visit), keep)
+            h_TD = self.passes.forward(visit, in_flight, self._stage_input(visit), keep)
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
-            flight.scores = self.scorer.score(leaf_TD, flight.laid, program.supervised, program.sample_counts)
+            in_flight.scores = self.scorer.score(
+                leaf_TD, in_flight.device_microbatch, program.supervised, program.sample_counts
+            )
             return
         self.activations.store_input(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
         if visit.stage > 0:
@@ -405,7 +414,7 @@ class Executor:
     def _backward(self, visit: StageVisit) -> None:
         number, stage, own = visit.microbatch, visit.stage, self.part.own_stages
         self._prepare_stage(stage, self._program.microbatches[number], before_backward=True)
-        if (flight := self._in_flight.get(number)) is None:
+        if (in_flight := self._in_flight.get(number)) is None:
             return
         at = own.index(stage)
         if at and own[at - 1] > 0:
@@ -414,27 +423,28 @@ class Executor:
             self.overlapped.end_backward(visit)
             dinput_TD = None
         else:
-            scores = flight.scores if stage == self._last_stage else None
+            scores = in_flight.scores if stage == self._last_stage else None
             dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
-            dinput_TD = self.passes.backward(visit, flight, self._stage_input(visit), dh_TD)
-        self.adapters.record_backward(stage, flight.pass_times.plan.jobs)
+            dinput_TD = self.passes.backward(visit, in_flight, self._stage_input(visit), dh_TD)
+        self.adapters.record_backward(stage, in_flight.pass_times.plan.jobs)
         if dinput_TD is not None:
             self.activations.drop(visit)
             self.activations.store_gradient(StageVisit(number, stage - 1), dinput_TD)
         if stage == own[-1]:
-            self._collect_losses(flight)
+            self._collect_losses(in_flight)
         if stage == own[0]:
             self._prepare_next(number)
 
     def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
-        """Run an evaluation or scoring pass of a microbatch over a stage."""
+        """Run a pass without a backward, for evaluation or scoring, of a microbatch over a stage, and yield
+        its events."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
-        flight = self._find_in_flight(visit, type(action))
+        in_flight = self._find_in_flight(visit, type(action))
         self._prepare_stage(visit.stage, plan, before_backward=False)
-        if flight is not None:
+        if in_flight is not None:
             input_TD = self._stage_input(visit)
-            h_TD = self.passes.evaluate(visit, flight, input_TD)
+            h_TD = self.passes.evaluate(visit, in_flight, input_TD)
             if input_TD is not None:
                 self.activations.drop(visit)
             if visit.stage < self._last_stage:
@@ -442,21 +452,28 @@ class Executor:
                     StageVisit(visit.microbatch, visit.stage + 1), h_TD, has_backward=False
                 )
             elif isinstance(action, Evaluate):
-                yield from self.agreement.report_evaluations(self.scorer.evaluate(h_TD, flight.laid))
+                yield from self.agreement.report_evaluations(
+                    self.scorer.evaluate(h_TD, in_flight.device_microbatch)
+                )
             else:
-                yield from self.agreement.report_scores(self._sample_scores(h_TD, flight))
+                yield from self.agreement.report_scores(self._sample_scores(h_TD, in_flight))
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _sample_scores(self, h_TD: Tensor, flight: InFlight) -> list[Scored]:
+    def _sample_scores(self, h_TD: Tensor, in_flight: InFlight) -> list[Scored]:
         """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
         with the completion of another sample, for the KL term of KTO) are stored for the losses that
         follow."""
-        segments, sums = flight.pass_times.plan.segments, self.scorer.sample_logprobs(h_TD, flight.laid)
-        self.scorer.record_mismatched_scores(sums, flight.laid)
+        segments, sums = (
+            in_flight.pass_times.plan.segments,
+            self.scorer.sample_logprobs(h_TD, in_flight.device_microbatch),
+        )
+        self.scorer.record_mismatched_scores(sums, in_flight.device_microbatch)
         return [
             Scored(one.job, one.step, tuple(placed.sample for placed in one.samples), logprobs)
-            for one, laid, logprobs in zip(segments, flight.laid.microbatch.segments, sums, strict=True)
-            if not laid.kl_purpose
+            for one, segment, logprobs in zip(
+                segments, in_flight.device_microbatch.microbatch.segments, sums, strict=True
+            )
+            if not segment.kl_purpose
         ]
 
     def _add_scores(self, job: str, step: int) -> Iterator[Event]:
@@ -479,11 +496,11 @@ class Executor:
     def _stage_input(self, visit: StageVisit) -> Tensor | None:
         return self.activations.read(visit) if visit.stage else None
 
-    def _collect_losses(self, flight: InFlight) -> None:
+    def _collect_losses(self, in_flight: InFlight) -> None:
         """Add a microbatch's losses and correct predictions to its jobs' open global batches, after the
         backward of this worker's last stage. Workers without the last stage of the model add zeros."""
-        segments, scores = flight.laid.microbatch.segments, flight.scores
-        flight.scores = None
+        segments, scores = in_flight.device_microbatch.microbatch.segments, in_flight.scores
+        in_flight.scores = None
         if scores is not None:
             self._roster.collect(segments, scores.losses, scores.correct, scores.metrics)
         else:
@@ -502,12 +519,14 @@ class Executor:
                 training = kind is Forward
                 if training and not self._in_flight:
                     self.passes.begin_round()
-                if training and self._next is not None and self._next[0] == plan:
-                    laid = self._next[1]
+                if training and self._next_microbatch is not None and self._next_microbatch[0] == plan:
+                    device_microbatch = self._next_microbatch[1]
                 else:
-                    laid = self._to_device_microbatch(plan, kind)
+                    device_microbatch = self._to_device_microbatch(plan, kind)
                 timed = TimedPass(plan, training)
-                self._in_flight[visit.microbatch] = InFlight(laid, timed, self._find_sample_keys(plan))
+                self._in_flight[visit.microbatch] = InFlight(
+                    device_microbatch, timed, self._find_sample_keys(plan)
+                )
         return self._in_flight.get(visit.microbatch)
 
     def _find_sample_keys(self, plan: MicrobatchPlan) -> SampleKeys | None:
@@ -533,15 +552,15 @@ class Executor:
     def _prepare_next(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
         wait."""
-        self._next = None
+        self._next_microbatch = None
         if (
             self.adapted.stream is not None
-            and number + 1 in self._trained
+            and number + 1 in self._trained_microbatches
             and number + 1 not in self._in_flight
         ):
             plan = self.agreement.without_failed_jobs(self._program.microbatches[number + 1])
             if plan.segments:
-                self._next = plan, self._to_device_microbatch(plan, Forward)
+                self._next_microbatch = plan, self._to_device_microbatch(plan, Forward)
 
     def _check_program(self, program: Program) -> None:
         """Raise PlanError if this executor's layout cannot run the Program."""

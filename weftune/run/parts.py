@@ -1,4 +1,5 @@
-"""The exchangeable parts of an executor. Each has several implementations with the same interface."""
+"""The types of an executor's exchangeable parts, such as its weights and its passes. Each part has several
+implementations with the same interface."""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
 
 
 class Agreement(Protocol):
-    """Decides what is computed, which optimizer steps are made and which events are reported. A worker
-    decides alone (`Alone`) or together with other workers (`Agreed`)."""
+    """The part of an executor that decides which rows are computed, which optimizer steps are made and which
+    events are reported: alone (`Alone`) or together with other workers (`Agreed`)."""
 
     @property
     def shortage(self) -> str:
-        """Reason why this worker computes nothing more in this window. Empty while the worker still
-        computes."""
+        """Reason why this worker has stopped computing in this window, such as a lack of memory. Empty while
+        it computes."""
 
     def begin_window(self, program: Program) -> None: ...
 

@@ -39,31 +39,33 @@ from weftune.plan.program.program import (
 )
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory, Passed
-from weftune.run.measure.memory import peak_bytes, release, reset_peak, resident_bytes
+from weftune.run.measure.memory import peak_bytes, release_cached_memory, reset_peak, resident_bytes
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Number of measured passes per case. On a GPU two unmeasured passes precede them: one compiles, one
-captures."""
+"""Number of measured passes per `ProfileCase`, by device type. On a GPU two unmeasured passes precede them:
+one compiles kernels, one captures a CUDA graph."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
-"""A callback that receives the number of finished cases and their total."""
+"""A callback that reports progress. It receives the number of cases measured so far and the number of all
+cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileCase:
-    """A pass to measure. Every job has the same number of samples, and all samples have the same length."""
+    """The sizes of a pass to measure. Every job has the same number of samples, and all samples have the same
+    length."""
 
     jobs: int = 1
     samples: int
     length: int
     rank: int = RANKS[0]
-    supervised: float = 1.0
-    """Share of a sample's tokens that are supervised. Only these go through the head."""
+    supervised_fraction: float = 1.0
+    """Fraction of a sample's tokens that are supervised. The head is computed only for these."""
     training: bool = True
 
     @property
@@ -75,26 +77,27 @@ CASES = (
     ProfileCase(samples=1, length=64),
     ProfileCase(samples=4, length=64),
     ProfileCase(samples=1, length=256),
-    ProfileCase(samples=4, length=64, supervised=0.1),
-    ProfileCase(samples=16, length=32, supervised=0.5),
-    ProfileCase(samples=1, length=512, supervised=0.1),
-    ProfileCase(samples=8, length=128, supervised=0.25),
+    ProfileCase(samples=4, length=64, supervised_fraction=0.1),
+    ProfileCase(samples=16, length=32, supervised_fraction=0.5),
+    ProfileCase(samples=1, length=512, supervised_fraction=0.1),
+    ProfileCase(samples=8, length=128, supervised_fraction=0.25),
     ProfileCase(samples=8, length=128),
-    ProfileCase(jobs=4, samples=1, length=64, supervised=0.5),
-    ProfileCase(jobs=4, samples=4, length=32, supervised=0.1),
-    ProfileCase(samples=4, length=64, rank=RANKS[1], supervised=0.5),
-    ProfileCase(jobs=2, samples=4, length=64, rank=RANKS[1], supervised=0.1),
+    ProfileCase(jobs=4, samples=1, length=64, supervised_fraction=0.5),
+    ProfileCase(jobs=4, samples=4, length=32, supervised_fraction=0.1),
+    ProfileCase(samples=4, length=64, rank=RANKS[1], supervised_fraction=0.5),
+    ProfileCase(jobs=2, samples=4, length=64, rank=RANKS[1], supervised_fraction=0.1),
     ProfileCase(samples=1, length=64, training=False),
-    ProfileCase(samples=8, length=64, supervised=0.25, training=False),
-    ProfileCase(samples=1, length=512, supervised=0.25, training=False),
-    ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
+    ProfileCase(samples=8, length=64, supervised_fraction=0.25, training=False),
+    ProfileCase(samples=1, length=512, supervised_fraction=0.25, training=False),
+    ProfileCase(jobs=4, samples=1, length=64, supervised_fraction=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
 """Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
 measure the time of kernel launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""Case that is measured again while other work runs in another thread (`beside` in `measure_profile`)."""
+"""Case that is measured again while other work runs in another thread (`concurrent_work` in
+`measure_profile`)."""
 
 
 def measure_profile(
@@ -165,20 +168,21 @@ class _Peaks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        release(device)
+        release_cached_memory(device)
         self._counts = reset_peak(device)
         self._before = resident_bytes(device)
         self._highest = 0
 
     def excess_bytes(self, known_bytes: int) -> int:
-        """Return the bytes by which a new peak exceeds `known_bytes`, or 0 if there has been no new peak."""
+        """Return the number of bytes by which a new peak of memory use exceeds `known_bytes`, or 0 if there
+        has been no new peak since the last call."""
         highest = peak_bytes(self._device) - self._before if self._counts else 0
         risen, self._highest = highest > self._highest, max(highest, self._highest)
         return max(0, highest - known_bytes) if risen else 0
 
 
 class _Bench:
-    """One shallow base and its executor, and the times of the cases that were measured with it."""
+    """A shallow base with its executor, on which cases are measured, and the measured times and peaks."""
 
     def __init__(self, base: Base, peaks: _Peaks) -> None:
         self._base, self._peaks = base, peaks
@@ -199,7 +203,7 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Run a case and record the median time of its passes, unless it does not fit into memory."""
+        """Run the passes of a case and record their median time, unless they do not fit into memory."""
         with self._attach_jobs(case) as names, suppress(OutOfMemory):
             times, steps = self._measure_times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)
@@ -276,7 +280,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
 
 
 def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
-    supervised = max(1, int(case.supervised * (case.length - 1)))
+    supervised = max(1, int(case.supervised_fraction * (case.length - 1)))
     samples = tuple(
         PlacedSample(number, case.length, number * case.length, supervised) for number in range(case.samples)
     )

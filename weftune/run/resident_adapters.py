@@ -22,7 +22,8 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """`shards` is given if every layer is divided among several workers, of which this is one."""
+        """`shards` sums gradients over the workers that divide every layer. None if layers are not
+        divided."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""
@@ -63,7 +64,7 @@ class ResidentAdapters:
                 self._shards.drop_gradient(job)
 
     def use_weights(self, job: str, weights: Tensor) -> None:
-        """Make passes read these weights of the job until the next call. Called between windows."""
+        """Make passes read `weights` as the job's weights until the next call. Called between windows."""
         with self._adapted.on_stream():
             if self._shards is not None:
                 self._shards.update_weights(job, weights)
@@ -73,12 +74,13 @@ class ResidentAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Make these jobs' weights of a stage readable by the device. Return whether the device may have to
-        wait for them. `before_backward` is True before a backward."""
+        """Make the weights of `jobs` in a stage readable by the device before a pass. Return whether the
+        device may have to wait for them. `before_backward` is True if the pass is a backward."""
         return False
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
-        """Start to prepare the next passes, while the device runs a pass of these jobs over the stage."""
+        """Start work for the next passes, such as optimizer steps, while the device runs a pass of `jobs`
+        over the stage."""
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
         """Record that a backward over the stage has added to the gradients of these jobs."""
@@ -111,7 +113,7 @@ class ResidentAdapters:
         """Return this worker's sums over a job's open global batch. Waits for the device."""
         return batch_sums(training)
 
-    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
+    def make_step(self, request: StepRequest, sums: BatchSums) -> Outcome:
         """Make an optimizer step from the batch's sums over all workers, and return its outcome."""
         outcome = make_step_from_sums(request, sums)
         if self._shards is not None:

@@ -1,4 +1,4 @@
-"""One worker's side of a base whose layers are divided into shards.
+"""The parameters and gradients of jobs on one shard of a base, a worker's part of every layer.
 
 Every shard keeps the whole training state of each job: master weights, moments and gradient. Passes read a
 copy of the shard's part and add to the gradient of that part. At a Reduce action, the parts of all shards are
@@ -78,7 +78,7 @@ class Shards:
         self._parts[job].gradient.zero_()
 
     def update_weights(self, job: str, weights: Tensor) -> None:
-        """Make passes read these weights, given as a whole flat vector."""
+        """Make passes over this shard read a job's new weights. `weights` is the job's whole flat vector."""
         part = self._parts[job]
         part.weights.copy_(weights[part.positions])
 

@@ -25,7 +25,7 @@ from weftune.plan.program.program import Evaluate, Program
 from weftune.report.evaluation import BARE_BASE
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory
 from weftune.run.executor import Executor
-from weftune.run.measure.memory import is_out_of_memory, release
+from weftune.run.measure.memory import is_out_of_memory, release_cached_memory
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
@@ -185,7 +185,7 @@ class JobAnswers:
             if not is_out_of_memory(error):
                 raise
         self.__dict__.pop("_decoder", None)
-        release(self._engine.base.device)
+        release_cached_memory(self._engine.base.device)
         reason = "its answers to held-out prompts do not fit into memory; lower eval.generate or --memory"
         return dict.fromkeys(evaluations, reason)
 

@@ -33,7 +33,7 @@ from weftune.plan.outlook.first_window import prediction_numbers
 from weftune.plan.program.program import Program
 from weftune.report.words import count_noun
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Scored, Stepped
-from weftune.run.measure.memory import peak_bytes, release, reset_peak
+from weftune.run.measure.memory import peak_bytes, release_cached_memory, reset_peak
 from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
@@ -615,7 +615,7 @@ class Loop:
     def _reduce_memory(self, capacity: int) -> None:
         """Reduce memory use after a shortage: halve the capacity or, if that is not possible, preempt a job,
         or fail the only job."""
-        release(self.base.device)
+        release_cached_memory(self.base.device)
         shapes = self._job_shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
             return
@@ -773,7 +773,7 @@ class Loop:
             self.journal.flush()
         if self._endings and self.base.device.type == "cpu":
             # Otherwise the heap keeps what they held, and later windows do not appear to take less.
-            release(self.base.device)
+            release_cached_memory(self.base.device)
         self._endings.clear()
 
     def _is_unfinished(self, names: Iterable[str]) -> bool:

@@ -21,7 +21,7 @@ from weftune.adapters.registry import get_kind
 from weftune.base.shape import model_shape, site_modules
 from weftune.errors import AdapterError
 from weftune.jobs.spec.checks import warnings
-from weftune.ops.dropout import key
+from weftune.ops.dropout import mask_key
 from weftune.ops.hard_concrete import DrawnGates, difference_product, uniform_noise
 from weftune.ops.hard_concrete import Gated as Values
 from weftune.trainer.export import read_finished_kind, write_portable
@@ -46,7 +46,7 @@ class Gated(nn.Module):
 
     def drawn(self, alpha, name):
         shape = alpha.shape if alpha.ndim == 2 else (1, 1)
-        u = uniform_noise(key(2, self.step, f"{self.site}.{name}"), *shape, alpha).view(alpha.shape)
+        u = uniform_noise(mask_key(2, self.step, f"{self.site}.{name}"), *shape, alpha).view(alpha.shape)
         return torch.sigmoid(torch.log(u) - torch.log(1 - u) + alpha)
 
     def delta(self, draw):
@@ -195,9 +195,9 @@ def correlation(one, other):
 
 def test_the_noise_is_uniform_and_hangs_on_seed_step_site_and_place_only():
     like = torch.zeros(0)
-    drawn = uniform_noise(key(2, 1, "a"), 300, 400, like)
-    assert torch.equal(drawn[:100, :70], uniform_noise(key(2, 1, "a"), 100, 70, like))
-    for other in (key(3, 1, "a"), key(2, 2, "a"), key(2, 1, "b")):
+    drawn = uniform_noise(mask_key(2, 1, "a"), 300, 400, like)
+    assert torch.equal(drawn[:100, :70], uniform_noise(mask_key(2, 1, "a"), 100, 70, like))
+    for other in (mask_key(3, 1, "a"), mask_key(2, 2, "a"), mask_key(2, 1, "b")):
         assert abs(correlation(drawn, uniform_noise(other, 300, 400, like))) < 0.02
     assert drawn.min() > 0
     assert drawn.max() < 1

@@ -82,7 +82,7 @@ def passed(
     stem, width = "model.layers.1", base.shape.hidden
     noise_TK = torch.randn(microbatch.rows, width, generator=torch.Generator().manual_seed(7))
     x_TK = noise_TK.to(device, torch.bfloat16).to(base.dtype).requires_grad_()
-    with banks.bound(microbatch, route, training=True):
+    with banks.bind(microbatch, route, training=True):
         qkv_TN = banks.linear(f"{stem}.self_attn.q_proj")(x_TK, None)
         o_TN = banks.linear(f"{stem}.self_attn.o_proj", adds_residual=True)(qkv_TN[:, :width], x_TK)
         inner = base.shape.site(f"{stem}.mlp.down_proj").in_features

@@ -27,7 +27,7 @@ def through(base, microbatch):
     for number, stage in enumerate(base.stages):
         if number in base.sources:
             base.sources[number].copy_to(base.slot(number))
-        given_TD = stage.hidden(microbatch, given_TD=given_TD)
+        given_TD = stage.hidden(microbatch, input_TD=given_TD)
     return given_TD
 
 

@@ -9,7 +9,7 @@ from weftune.base.quant.linear import QuantLinear, cut_quantised
 from weftune.core.shapes import SiteSlice
 from weftune.core.shards import indices_in_whole
 
-FORMS = [Int8(), Fp8(), Nf4(), Nf4(nested=False)]
+FORMS = [Int8(), Fp8(), Nf4(), Nf4(is_nested=False)]
 
 
 def read_quantisation(form, outputs, inputs):

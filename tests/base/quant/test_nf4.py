@@ -93,7 +93,7 @@ def test_the_parts_have_the_shapes_that_they_are_announced_with(shape, nested):
 
 
 def test_no_value_is_off_by_more_than_half_the_widest_gap_of_its_block():
-    weight_NK, form = matrix((300, 128)), Nf4(nested=False)
+    weight_NK, form = matrix((300, 128)), Nf4(is_nested=False)
     off = (dequantised(form, form.quantise(weight_NK), weight_NK.shape) - weight_NK).view(-1, 64).abs()
     assert (off.amax(dim=1) <= 0.16 * weight_NK.view(-1, 64).abs().amax(dim=1)).all()
 

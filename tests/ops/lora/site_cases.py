@@ -94,7 +94,7 @@ class Case:
         return tuple(pairwise(edges))
 
     def site_key(self, slot: int, part: int) -> int:
-        return dropout.key(100 + slot, STEP, self.sites[part])
+        return dropout.mask_key(100 + slot, STEP, self.sites[part])
 
     def has(self, slot: int, part: int) -> bool:
         job = self.jobs[slot]
@@ -176,7 +176,7 @@ def truth(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         a = leaves[f"da part{part} slot{slot}"] = made.a[slot, part].to(dtype).requires_grad_()
         b = leaves[f"db part{part} slot{slot}"] = made.b[slot, part].to(dtype).requires_grad_()
         token_index = case.token_index[rows].to(case.device)
-        kept = dropout.kept_TK(
+        kept = dropout.keep_mask_TK(
             case.site_key(slot, part), token_index, case.features, job.dropout, case.first_input
         )
         dropped = torch.where(kept, leaves["dx"][rows], 0.0) / (1.0 - job.dropout)

@@ -77,7 +77,7 @@ class Call:
         assert not changes
 
     def of(self, choices, plans=BOTH):
-        return choices.plan(self.x, self.weight, self.residual, self.group, self.rows, plans)
+        return choices.choose_plan(self.x, self.weight, self.residual, self.group, self.rows, plans)
 
     def trial(self, plans=BOTH):
         return PlanTrial.for_linears(
@@ -172,7 +172,7 @@ def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
 def test_pinned_the_first_order_is_taken_unmeasured_whatever_a_file_says(tmp_path):
     Call().of(choices(Clock(wide=200.0, beside=100.0), tmp_path))
     clock = Clock(wide=200.0, beside=100.0)
-    pinned = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, pinned=True)
+    pinned = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, is_pinned=True)
     assert Call().of(pinned) is ProductPlan.wide
     assert Call(features=128).of(pinned) is ProductPlan.wide
     assert not clock.asked
@@ -183,7 +183,7 @@ def test_pinned_only_the_first_order_is_compiled_ahead_whatever_a_file_says(tmp_
     Call().of(choices(Clock(), tmp_path))
     compiler, call = Compiler(), Call()
     file = ChoiceFile(tmp_path, **MACHINE)
-    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([call.trial()])
+    Choices(Clock(), file, lambda: False, compiler, is_pinned=True).compile_ahead([call.trial()])
     assert compiler.asked == [(call.trial(), BOTH[0])]
 
 
@@ -191,7 +191,7 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
     Call().of(choices(Clock(), tmp_path))
     compiler, call, clock = Compiler(), Call(), Clock()
     made = Choices(clock, ChoiceFile(tmp_path, **MACHINE), lambda: False, compiler)
-    made.forced = ProductPlan.wide
+    made.forced_plan = ProductPlan.wide
     assert Call().of(made, (ProductPlan.fused, ProductPlan.fused_beside)) is ProductPlan.wide
     made.compile_ahead([call.trial()])
     assert compiler.asked == [(call.trial(), ProductPlan.wide)]
@@ -199,9 +199,9 @@ def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
 
 
 def test_choices_are_pinned_where_kernels_are_deterministic():
-    assert not device_choices(CPU).pinned
+    assert not device_choices(CPU).is_pinned
     with deterministic_kernels():
-        assert device_choices(CPU).pinned
+        assert device_choices(CPU).is_pinned
 
 
 def test_a_trial_out_of_memory_takes_the_first_order_for_this_process_only(tmp_path):

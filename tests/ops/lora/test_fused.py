@@ -66,7 +66,7 @@ def test_masks_of_the_backward_are_those_of_the_reference_bit_for_bit():
     """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
     case = Case([Job(150, rank=32, dropout=0.3)], features=32, widths=(32,), gap=2, seed=5)
     case = case.reading_the_mask()
-    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:152], 32, 0.3)
+    kept = dropout.keep_mask_TK(case.site_key(0, 0), case.token_index[2:152], 32, 0.3)
     assert torch.equal(run(case, plan=ProductPlan.fused)["dx"][2:152] != 0, kept)
 
 

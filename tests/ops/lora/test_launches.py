@@ -155,7 +155,7 @@ class Chosen:
     def __init__(self):
         self.asked = []
 
-    def plan(self, *given):
+    def choose_plan(self, *given):
         self.asked.append(given)
         return ProductPlan.wide_beside
 
@@ -279,7 +279,7 @@ def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_wait
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     made = side_stream.SideStream(CUDA)
     log.append("the product")
-    with made.done():
+    with made.concurrent_work():
         log.append("what is aside")
     assert log == [
         *("the stream records", "the product", "the other waits for ready", "on the other"),
@@ -290,7 +290,7 @@ def test_what_is_done_aside_waits_for_what_came_before_and_what_comes_after_wait
 def test_without_a_gpu_what_is_aside_is_done_at_once(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace())
     done = []
-    with side_stream.SideStream(CPU).done():
+    with side_stream.SideStream(CPU).concurrent_work():
         done.append(True)
     assert done
 

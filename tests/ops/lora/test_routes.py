@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weftune.ops.dropout import kept_TK
-from weftune.ops.lora.routes import Block, Blocks, Route, _zero_outside, add_lora
+from weftune.ops.dropout import keep_mask_TK
+from weftune.ops.lora.routes import Block, Blocks, Route, _zero_other_rows, add_lora
 from weftune.ops.lora.table import LowRank
 
 FAST = [Route.segmented]
@@ -124,7 +124,7 @@ def test_totals_add_up_over_passes_in_their_own_dtype(route):
 def test_the_reference_is_the_formula_with_scale_and_dropout():
     x, y, blocks = case([3], [6], [0.5], gap=2)
     (one,) = blocks.blocks
-    kept = kept_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
+    kept = keep_mask_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
     expected = y.clone()
     expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.adapter.a_RK.T) @ one.adapter.b_RN
     torch.testing.assert_close(add_lora(x, y, blocks, Route.reference).detach(), expected)
@@ -174,7 +174,7 @@ def test_a_block_knows_its_rows_its_rank_and_what_its_kept_values_are_scaled_by(
 
 def test_rows_of_no_block_are_zeroed_and_the_others_left_to_be_written():
     _, _, blocks = case([3, 2], [6, 1], gap=2)
-    values = _zero_outside(blocks, torch.full((13, 4), torch.nan))
+    values = _zero_other_rows(blocks, torch.full((13, 4), torch.nan))
     written = [row for row in range(13) if values[row].isnan().all()]
     assert written == [2, 3, 4, 5, 6, 7, 10]
     assert not values[[row for row in range(13) if row not in written]].any()

@@ -37,7 +37,7 @@ class Forced:
     def __init__(self, plan: ProductPlan) -> None:
         self._order = plan
 
-    def plan(self, *_: object) -> ProductPlan:
+    def choose_plan(self, *_: object) -> ProductPlan:
         return self._order
 
 

@@ -26,7 +26,7 @@ def test_an_empty_table_seats_nobody_and_knows_its_sites():
     assert (table.address_PS4.shape, table.factor_PS2.shape) == ((3, 5, 4), (3, 5, 2))
     assert (table.address_PS4.dtype, table.factor_PS2.dtype) == (torch.int64, torch.float32)
     assert not table.address_PS4.any()
-    assert table.aligned
+    assert table.is_aligned
 
 
 def test_a_job_is_seated_at_its_sites_and_nowhere_else():

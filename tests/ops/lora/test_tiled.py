@@ -94,8 +94,8 @@ def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(0.1)
     _, group, rows = attached(case, values(case))
     chosen = choose_tiling(rows, group, case.features, case.dtype)
-    assert chosen.split > 1
-    assert chosen.ds_split > 1
+    assert chosen.down_splits > 1
+    assert chosen.ds_splits > 1
     close(run(case, plan=ProductPlan.wide_beside), truth(case))
 
 
@@ -132,7 +132,7 @@ def test_masks_are_those_of_the_reference_bit_for_bit():
     """With A the identity and B its twin, what comes back through y is the mask itself."""
     case = Case([Job(50, rank=32, dropout=0.3)], features=32, widths=(32,), gap=2, seed=5)
     case = case.reading_the_mask()
-    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:52], 32, 0.3)
+    kept = dropout.keep_mask_TK(case.site_key(0, 0), case.token_index[2:52], 32, 0.3)
     assert torch.equal(run(case)["y"][2:52] != 0, kept)
 
 

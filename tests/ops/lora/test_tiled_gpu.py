@@ -294,7 +294,7 @@ def test_a_nan_stays_with_its_owner(poison, plan):
 def test_masks_are_those_of_the_reference_bit_for_bit(first_input):
     """On a shard, the first input is one of the whole linear."""
     case = replace(MASKED.reading_the_mask(), first_input=first_input)
-    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 128, 0.3, first_input)
+    kept = dropout.keep_mask_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 128, 0.3, first_input)
     assert torch.equal(run(case)["y"][2:502] != 0, kept)
 
 
@@ -303,7 +303,7 @@ def test_masks_are_those_of_the_reference_bit_for_bit(first_input):
 def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit(first_input):
     """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
     case = replace(MASKED_IN_BACKWARD.reading_the_mask(), first_input=first_input)
-    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3, first_input)
+    kept = dropout.keep_mask_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3, first_input)
     assert torch.equal(run(case, plan=ProductPlan.fused)["dx"][2:502] != 0, kept)
 
 
@@ -313,7 +313,7 @@ class Always:
     def __init__(self, plan):
         self.chosen = plan
 
-    def plan(self, *_):
+    def choose_plan(self, *_):
         return self.chosen
 
 

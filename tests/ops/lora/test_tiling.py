@@ -149,7 +149,7 @@ SHARES = [
 @pytest.mark.parametrize(("case", "split", "ds_split"), SHARES)
 def test_a_sum_is_shared_by_as_many_programs_as_keep_the_memory_busy(case, split, ds_split):
     chosen = tiled(**case)
-    assert (chosen.split, chosen.ds_split) == (split, ds_split)
+    assert (chosen.down_splits, chosen.ds_splits) == (split, ds_split)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_call_counts_its_parts_ranks_slots_and_blocks():
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
     assert use.plan is ProductPlan.wide
-    assert (use.sites, use.bands, use.has_large) == (3, 1, False)
+    assert (use.sites, use.bands, use.has_large_ranks) == (3, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
     group, rows = group_of(rank, (100, 128)), Rows.empty(64, 5, CPU)
     use = SiteCall(group, rows, True, choose_tiling(rows, group, 64, HALF))
     assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
-    assert use.has_large == large
+    assert use.has_large_ranks == large
     assert (
         use.tiling.down.parts_per_program,
         use.tiling.da.parts_per_program,
@@ -352,6 +352,6 @@ def test_copy_engines_and_room_are_those_of_gpus_for_data_centres(device, capabi
 def test_what_is_lean_keeps_all_but_its_blocks():
     roomy, lean = (tiled(shared=shared, rank=16) for shared in (ROOMY, NARROW))
     kernels = ("down", "up", "ds", "ds_db", "db", "da")
-    same = replace(lean, **{name: getattr(roomy, name) for name in (*kernels, "split", "ds_split")})
-    assert same == replace(roomy, split=roomy.split)
+    same = replace(lean, **{name: getattr(roomy, name) for name in (*kernels, "down_splits", "ds_splits")})
+    assert same == replace(roomy, down_splits=roomy.down_splits)
     assert {getattr(lean, name).rows for name in kernels} == {64}

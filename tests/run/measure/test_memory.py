@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from tests.bench import CPU
-from weftune.run.measure.memory import is_out_of_memory, peak_bytes, release, reset_peak, resident_bytes
+from weftune.run.measure.memory import (
+    is_out_of_memory,
+    peak_bytes,
+    release_cached_memory,
+    reset_peak,
+    resident_bytes,
+)
 from weftune.run.measure.timers import ActionTimer, DeviceClock, Stopwatch
 
 
@@ -68,7 +74,7 @@ def test_a_peak_that_was_begun_forgets_what_came_before() -> None:
     assert peak_bytes(CPU) >= resident_bytes(CPU) - (1 << 20)
     high = peak_bytes(CPU)
     del large
-    release(CPU)
+    release_cached_memory(CPU)
     assert reset_peak(CPU)
     assert peak_bytes(CPU) < high - (32 << 20)
 

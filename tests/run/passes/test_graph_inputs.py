@@ -78,7 +78,7 @@ class ScoredJobs:
     def plain(self, microbatch: Microbatch) -> dict[str, Tensor]:
         laid = to_device_microbatch(microbatch, microbatch.rows, bench.CPU)
         found = build_membership(self.adapted.base, self.adapted.banks, laid, self.adapted.route)
-        with self.adapted.banks.bound(laid.microbatch, self.adapted.route, True, found.rows):
+        with self.adapted.banks.bind(laid.microbatch, self.adapted.route, True, found.rows):
             return self._passed(self.base.hidden(laid.microbatch, found.pack), microbatch)
 
     def key(self, microbatch: Microbatch) -> GraphKey:
@@ -91,7 +91,7 @@ class ScoredJobs:
     def gathered(self, feed: GraphInputs, microbatch: Microbatch) -> dict[str, Tensor]:
         """What a captured pass with these inputs would compute."""
         feed.fill(to_device_microbatch(microbatch, microbatch.rows, bench.CPU))
-        with self.adapted.banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
+        with self.adapted.banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             return self._passed(self.base.hidden(feed.microbatch, with_lengths(feed, microbatch)), microbatch)
 
     def _passed(self, h_TD: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ def with_lengths(feed: GraphInputs, microbatch: Microbatch) -> Pack:
     prefixes = feed.pack.prefixes
     if isinstance(prefixes, GatheredPrefixes):
         lengths = [length for length in prefixes.pack.boundaries.diff().tolist() if length]
-        assert max(lengths) <= prefixes.pack.longest
+        assert max(lengths) <= prefixes.pack.max_length
         prefixes = replace(prefixes, pack=replace(prefixes.pack, lengths=tuple(lengths)))
     return replace(feed.pack, lengths=microbatch.sample_lengths, prefixes=prefixes)
 
@@ -165,13 +165,15 @@ def test_a_nan_stays_with_its_job() -> None:
 def test_who_comes_aboard_again_has_another_key_and_who_was_not_there_has_no_part_in_it() -> None:
     jobs, microbatch = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(FIRST)
     before = jobs.key(microbatch)
-    assert [one.job for one in before.gathered] == ["relu", "gelu", "silu", "short", "long"]
-    assert [(one.keys, one.samples) for one in before.gathered[3:]] == [(2, 1), (5, 4)]
+    assert [one.job for one in before.gathered_jobs] == ["relu", "gelu", "silu", "short", "long"]
+    assert [(one.keys, one.samples) for one in before.gathered_jobs[3:]] == [(2, 1), (5, 4)]
     jobs.adapted.banks.detach("gelu")
     jobs.attach("gelu", SPECS["gelu"])
     assert jobs.key(microbatch) != before
-    assert {one.job for one in before.gathered} == {one.job for one in jobs.key(microbatch).gathered}
-    assert not jobs.key(microbatch_of({"lora": (44,)})).gathered
+    assert {one.job for one in before.gathered_jobs} == {
+        one.job for one in jobs.key(microbatch).gathered_jobs
+    }
+    assert not jobs.key(microbatch_of({"lora": (44,)})).gathered_jobs
 
 
 def test_only_kinds_that_change_outputs_alone_are_gathered() -> None:

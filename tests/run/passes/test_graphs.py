@@ -31,8 +31,8 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
         for one in adapted.banks.attached.values():
             one.gradient.zero_()
         visit, rows = StageVisit(0, 0), executors.in_flight(laid)
-        h_TD = passes.forward(visit, rows, None, keep=True)
-        assert rows.pass_times.settled
+        h_TD = passes.forward(visit, rows, None, keeps_activations=True)
+        assert rows.pass_times.is_typical
         passes.backward(visit, rows, None, torch.ones_like(h_TD))
         gradients.append([adapted.banks.attached[job].gradient.clone() for job in ("lora", "gate")])
     for found in gradients:

@@ -25,18 +25,18 @@ def test_the_first_vector_of_a_layer_can_be_requested_before_the_others():
     store, given = HostStore(CPU), vectors(3)
     fetches = [store.store_vector(layer, one) for layer, one in zip((0, 1, 1), given, strict=True)]
     store.request(1, count=1)
-    assert list(store._coming) == [(1, 0)]
+    assert list(store._incoming) == [(1, 0)]
     store.request(1)
-    assert list(store._coming) == [(1, 0), (1, 1)]
+    assert list(store._incoming) == [(1, 0), (1, 1)]
     assert [fetch().tolist() for fetch in fetches] == [one.tolist() for one in given]
 
 
 def test_the_next_microbatch_takes_the_same_host_memory_if_it_suffices():
     store = HostStore(CPU)
     store.store_vector(0, vectors(1)[0])()
-    address = store._rooms[0, 0].data_ptr()
+    address = store._host_buffers[0, 0].data_ptr()
     store.store_vector(0, vectors(1, size=3)[0])()
-    assert store._rooms[0, 0].data_ptr() == address
+    assert store._host_buffers[0, 0].data_ptr() == address
     assert store.store_vector(0, vectors(1, size=50)[0])().tolist() == vectors(1, size=50)[0].tolist()
 
 
@@ -47,5 +47,5 @@ def test_an_abandoned_microbatch_is_forgotten_and_the_memory_can_be_released():
         store.release()
     store.forget()
     store.release()
-    assert not store._rooms
+    assert not store._host_buffers
     assert store.store_vector(0, vectors(1)[0])().tolist() == vectors(1)[0].tolist()

@@ -157,8 +157,8 @@ def test_a_run_in_which_a_kernel_fails_trains_on_by_plain_torch(kernel, captures
     # A module of kernels that is imported for the first time here must be one of interpreted kernels.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fallback, "REHEARSING", ("cpu",))
-    monkeypatch.setattr(fallback, "_failed", set())
-    monkeypatch.setattr(fallback, "_rehearsed", {})
+    monkeypatch.setattr(fallback, "_failed_ops", set())
+    monkeypatch.setattr(fallback, "_rehearsal_results", {})
     module, name = kernel.split(".")
     monkeypatch.setattr(getattr(kernels, module), name, Failing())
     with pytest.warns(fallback.KernelWarning, match=f"The kernel {kernel} does not run on CPU") as found:
@@ -268,7 +268,7 @@ def test_the_forward_does_not_keep_what_is_recomputed(recompute, kept, monkeypat
     )
     laid = to_device_microbatch(together(["job"], random_samples((LENGTH,))), LENGTH, bench.CPU)
     membership = build_membership(base, adapted.banks, laid, adapted.route)
-    with adapted.banks.bound(laid.microbatch, Route.tiled, True, membership.rows):
+    with adapted.banks.bind(laid.microbatch, Route.tiled, True, membership.rows):
         h_TD = base.hidden(laid.microbatch, membership.pack)
     # The interpreter's own objects refer to one another, and to what kernels were called with.
     gc.collect()

@@ -32,8 +32,8 @@ def advance(training, steps=1):
     for _ in range(steps):
         gradient = torch.randn(training.master.shape, generator=generator, dtype=torch.float64)
         training.gradient.copy_(gradient)
-        training.open = OpenBatch(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 7)
-        begin_steps([StepRequest(training, supervised=6)]).outcomes()
+        training.open_batch = OpenBatch(torch.tensor(1.0, dtype=torch.float64), torch.tensor(1), 7)
+        begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
 
 
 def same(first, second):
@@ -43,9 +43,9 @@ def same(first, second):
         and torch.equal(first.state.weights, second.state.weights)
         and torch.equal(first.state.exp_avg, second.state.exp_avg)
         and torch.equal(first.state.exp_avg_sq, second.state.exp_avg_sq)
-        and (first.best is None) == (second.best is None)
-        and (first.best is None or torch.equal(first.best, second.best))
-        and (not first.progress.averaged or torch.equal(first.mean, second.mean))
+        and (first.best_weights is None) == (second.best_weights is None)
+        and (first.best_weights is None or torch.equal(first.best_weights, second.best_weights))
+        and (not first.progress.averaged or torch.equal(first.mean_weights, second.mean_weights))
     )
 
 

@@ -96,16 +96,16 @@ def test_a_flipped_byte_in_any_file_is_found_and_the_one_before_serves(ready, tm
 def test_the_best_weights_are_the_master_where_this_very_step_was_the_best(ready, tmp_path):
     trainings = [stepped(slice_training(ready, k, k + 2)) for k in (0, 2)]
     for one in trainings:
-        one.best = torch.zeros_like(one.master)
+        one.best_weights = torch.zeros_like(one.master)
     trainings[0].progress.best_step = 5
     save(tmp_path / "now", trainings, keeps_best=True)
     trainings[0].progress.best_step = 2
     save(tmp_path / "before", trainings, keeps_best=True)
     got = slice_training(ready, 0, 4)
     assert checkpoint.restore(tmp_path / "now", got)
-    assert torch.equal(got.best, got.master)
+    assert torch.equal(got.best_weights, got.master)
     assert checkpoint.restore(tmp_path / "before", got)
-    assert not got.best.any()
+    assert not got.best_weights.any()
 
 
 def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_have(ready):
@@ -131,13 +131,13 @@ def test_a_mean_is_read_from_the_slices_of_all_stages(ready, tmp_path):
     parts = [stepped(slice_training(averaged, start, start + 2)) for start in (0, 2)]
     for part in parts:
         part.progress.averaged = 2
-        part.mean.copy_(part.master * 3)
+        part.mean_weights.copy_(part.master * 3)
     save(tmp_path, parts)
     for start, stop in ((0, 4), (1, 3)):
         got = slice_training(averaged, start, stop)
         assert checkpoint.restore(tmp_path, got)
         assert got.progress.averaged == 2
-        assert torch.equal(got.mean, got.master * 3)
+        assert torch.equal(got.mean_weights, got.master * 3)
     plain = slice_training(ready, 0, 4)
     assert checkpoint.restore(tmp_path, plain)
-    assert (plain.mean, plain.progress.averaged) == (None, 0)
+    assert (plain.mean_weights, plain.progress.averaged) == (None, 0)

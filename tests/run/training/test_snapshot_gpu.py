@@ -34,20 +34,22 @@ def training():
 
 def step(training):
     training.gradient.normal_()
-    training.open = OpenBatch(torch.ones((), device=GPU), torch.ones((), device=GPU, dtype=torch.long), 7)
-    return begin_steps([StepRequest(training, supervised=6)])
+    training.open_batch = OpenBatch(
+        torch.ones((), device=GPU), torch.ones((), device=GPU, dtype=torch.long), 7
+    )
+    return begin_steps([StepRequest(training, supervised_tokens=6)])
 
 
 def test_a_snapshot_is_the_state_when_it_was_taken_though_the_next_steps_follow_at_once(training):
     snapshots = Snapshots(GPU)
     step(training).outcomes()
-    training.best = training.master.clone()
+    training.best_weights = training.master.clone()
     want = {name: getattr(training.state, name).clone() for name in ("master", "exp_avg", "exp_avg_sq")}
     for _ in range(3):
         taken = snapshots.take_snapshot(training)
         begun = step(training)
         # Its memory may be given away before the copy is made.
-        training.best = None
+        training.best_weights = None
         torch.full((training.layout.size,), torch.nan, device=GPU)
         found = {name: value.clone() for name, value in taken.tensors().items()}
         assert all(torch.equal(found[name], want[name].cpu()) for name in want)

@@ -20,7 +20,7 @@ def base():
 
 def open_batch(training, gradient, loss=1.5):
     training.gradient.copy_(gradient)
-    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+    training.open_batch = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -46,7 +46,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
         optimizer.step()
         scheduler.step()
         open_batch(training, gradient)
-        (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+        (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
         assert outcome.learning_rate == pytest.approx(rate, rel=1e-12)
         assert outcome.grad_norm == pytest.approx(size, rel=1e-12)
         assert (outcome.loss, outcome.token_accuracy, outcome.tokens) == (1.5, 0.5, 20)
@@ -54,7 +54,7 @@ def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay
         for key, view in training.layout.parameter_views(training.master).items():
             torch.testing.assert_close(view, separate[key].detach(), rtol=1e-12, atol=1e-15)
     assert training.progress.trained_tokens == 160
-    assert training.open is None
+    assert training.open_batch is None
     assert not training.gradient.any()
 
 
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, wei
     training = executors.job_training(base, executors.prepare(base, "a"))
     training.master[3] += weights
     open_batch(training, torch.full_like(training.master, gradient), loss)
-    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
     assert isinstance(outcome, str)
     assert outcome.startswith(sentence)
     assert training.progress.step == 0
@@ -98,10 +98,10 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypat
         return trainings
 
     by_host, by_device = opened(), opened()
-    want = begin_steps([StepRequest(training, supervised=6) for training in by_host]).outcomes()
+    want = begin_steps([StepRequest(training, supervised_tokens=6) for training in by_host]).outcomes()
     interpret(monkeypatch)
-    begun = begin_steps([StepRequest(training, supervised=6) for training in by_device])
-    assert all(training.open is None and training.progress.step == 0 for training in by_device)
+    begun = begin_steps([StepRequest(training, supervised_tokens=6) for training in by_device])
+    assert all(training.open_batch is None and training.progress.step == 0 for training in by_device)
     got = begun.outcomes()
     for one, other in zip(got[:2], want[:2], strict=True):
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
@@ -126,7 +126,7 @@ def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_
         stale.append(training.progress.stale)
         if step == 1:
             assert (training.progress.best_step, training.progress.best_loss) == (1, 2.95)
-            assert training.best[0] == 1
+            assert training.best_weights[0] == 1
     assert stale == [0, 1, 0, 1, 2, 0]
     assert (training.progress.best_step, training.progress.best_loss) == (5, 2.0)
     assert training.progress.evaluated == 5
@@ -141,7 +141,7 @@ def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_coun
         best.append(training.record_evaluation(loss, keep_best=True, min_delta=0.0))
     assert best == [True, True, False, False]
     assert (training.progress.best_step, training.progress.best_loss) == (1, 2.5)
-    assert (training.best == 1).all()
+    assert (training.best_weights == 1).all()
     assert training.progress.stale == 2
 
 
@@ -151,4 +151,4 @@ def test_an_evaluation_better_by_exactly_min_delta_counts_against_patience_and_i
     training.progress.step = 1
     assert training.record_evaluation(2.5, keep_best=False, min_delta=0.5)
     assert (training.progress.stale, training.progress.best_step) == (1, 1)
-    assert training.best is None
+    assert training.best_weights is None

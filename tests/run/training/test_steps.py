@@ -37,7 +37,7 @@ def training(base):
 
 def open_batch(training, gradient=1.0, loss=1.5, correct=3, tokens=20):
     training.gradient.fill_(gradient)
-    training.open = OpenBatch(torch.tensor(loss), torch.tensor(correct), tokens)
+    training.open_batch = OpenBatch(torch.tensor(loss), torch.tensor(correct), tokens)
 
 
 def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(training, monkeypatch):
@@ -47,7 +47,7 @@ def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(tra
     training.progress.step = 4
     open_batch(training)
     monkeypatch.setattr(steps, "update", short)
-    (outcome,) = begin_steps([StepRequest(training, supervised=6)]).outcomes()
+    (outcome,) = begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
     assert outcome == "out of memory inside its optimizer step 5"
     assert training.progress.step == 4
 
@@ -57,7 +57,7 @@ def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(tra
     monkeypatch.setattr(steps, "update", broken)
     open_batch(training)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        begin_steps([StepRequest(training, supervised=6)]).outcomes()
+        begin_steps([StepRequest(training, supervised_tokens=6)]).outcomes()
 
 
 def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):

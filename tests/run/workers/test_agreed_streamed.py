@@ -221,7 +221,7 @@ def test_stages_of_other_workers_are_nowhere_and_those_that_stay_have_no_copy_in
         assert set(held.sources) == streamed
         layers = held.whole.model.base_model.layers
         assert all(not list(layers[number].parameters()) for number in gone)
-        assert (held.whole.first, held.whole.last) == (worker == 0, worker == 1)
+        assert (held.whole.is_first, held.whole.is_last) == (worker == 0, worker == 1)
         assert held.whole.shape.layers == 2
 
 

@@ -218,7 +218,7 @@ def first_worker(connections, folder, patch):
         detached = driver.detach(name)
         layout = get_kind("lora").layout(detached.adapter.spec, driver.base.whole_sites)
         seen.whole[name] = detached.layout == layout and len(detached.master) == layout.size
-        seen.best[name] = detached.best is not None
+        seen.best[name] = detached.best_weights is not None
     seen.written_at_the_end = pipeline.saved("a")[0]
     seen.partial = [path.name for path in folder.glob("*/.*.partial")]
 

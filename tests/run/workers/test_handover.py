@@ -67,7 +67,7 @@ def as_worker(connections, cuts, dropped=(), cancelled=None):
         handed_over += any(one.forwards > 0 for one in left.progress)
     assert handed_over >= 2
     assert executors.is_empty(executor.activations)
-    assert all(one.open is None and not one.gradient.any() for one in executor.attached.values())
+    assert all(one.open_batch is None and not one.gradient.any() for one in executor.attached.values())
     steps = {name: training.progress.step for name, training in executor.attached.items()}
     return events, views(executor.attached), steps
 

@@ -224,7 +224,7 @@ def test_kinds_are_cut_in_other_families_and_with_repeated_key_value_heads(kind,
 @pytest.mark.parametrize("family", slow_but(["llama", "gemma3"], ["gemma3"]))
 def test_trained_rows_of_the_embedding_get_their_gradient_once(family):
     """In a family whose head is tied to the embedding, too."""
-    assert whole_base(family, torch.float64).tied == (family == "gemma3")
+    assert whole_base(family, torch.float64).is_tied == (family == "gemma3")
     assert_equal_to_one_process(family, 2, token_jobs)
 
 

@@ -85,7 +85,7 @@ def as_worker(connections, layout, short, at):
         shortages.append(agreed.report.shortage)
         steps.append({name: one.progress.step for name, one in executor.attached.items()})
         assert executors.is_empty(executor.activations)
-        assert all(one.open is None and not one.gradient.any() for one in executor.attached.values())
+        assert all(one.open_batch is None and not one.gradient.any() for one in executor.attached.values())
     return events, views(executor.attached), shortages, steps
 
 

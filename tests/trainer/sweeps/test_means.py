@@ -332,7 +332,7 @@ def test_the_mean_is_counted_in_the_memory_of_trials_and_of_nobody_else(base, jo
             seen[judge, "bytes"] = loop.fitted_models.memory.state_bytes(
                 job.shape for job in loop.jobs.values()
             )
-            seen[judge, "mean"] = loop.executor.attached[jobs[0].name].mean
+            seen[judge, "mean"] = loop.executor.attached[jobs[0].name].mean_weights
             seen["sizes"] = [loop.jobs[job.name].shape.trainable_parameters for job in jobs]
             raise Crash
 

@@ -1,4 +1,5 @@
-"""Bottleneck adapters: the output of a sublayer plus a narrow MLP of that output.
+"""Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u, which adds a narrow MLP of a sublayer's output y to that
+output.
 
 U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
 rows of one job.
@@ -39,7 +40,8 @@ class Bottleneck(PlainKind):
         return True
 
     def start(self, new: NewAdapter) -> None:
-        """Draw D uniformly within ±1/√N, as torch initialises linears, and zero all other parameters."""
+        """Draw the down projection D uniformly within ±1/√N, as torch initialises linears, and set all other
+        parameters to zero."""
         for (site, name), value in new.parameters.items():
             if name == DOWN:
                 fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, draw_device=new.draw_device)

@@ -26,11 +26,12 @@ from weftune.adapters.kind import JobAdapter, NewAdapter, Parameters
 from weftune.adapters.plain import PREFIX, JobAt, JobPart, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
-from weftune.ops.dropout import key
+from weftune.ops.dropout import mask_key
 from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix_gates, pruned_values
 
 ALPHA_START = 5.0
-"""Initial value of alpha, as in the paper. Almost all gates are open at first."""
+"""Initial value of the gate parameters α, as in the Diff-Pruning paper, with which almost all gates are
+open."""
 INDICES, VALUES = "diff_indices", "diff_values"
 DELTA = "delta_NK"
 
@@ -49,11 +50,13 @@ class Diff(PlainKind):
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
     def _draw_gates(self, at: JobAt) -> DrawnGates:
-        def own(tensor_name: str) -> int:
-            return key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
+        def random_key(tensor_name: str) -> int:
+            return mask_key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
-        return DrawnGates(own(ALPHA), own(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any())
+        return DrawnGates(
+            random_key(ALPHA), random_key(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any()
+        )
 
     def start(self, new: NewAdapter) -> None:
         for (_, name), value in new.parameters.items():

@@ -46,7 +46,7 @@ class Dora(PlainKind):
         def add(x_LK: Tensor) -> Tensor:
             dropped_LK = at.dropped(x_LK)
             low_rank_LN = scale * (dropped_LK @ a_rK.T @ b_rN)
-            return (g_N - 1.0) * at.frozen.summed(dropped_LK) + g_N * low_rank_LN
+            return (g_N - 1.0) * at.frozen.unrounded_product(dropped_LK) + g_N * low_rank_LN
 
         return JobPart(add=add)
 

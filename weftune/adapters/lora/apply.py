@@ -41,7 +41,7 @@ from weftune.adapters.token_rows import fill_tokens
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform_batch
-from weftune.ops.dropout import key
+from weftune.ops.dropout import mask_key
 from weftune.ops.lora.routes import Block, Blocks, add_lora
 from weftune.ops.lora.table import LowRank
 
@@ -74,8 +74,8 @@ def _lora_block(
         scale=spec.scale_at(site),
         dropout=spec.dropout if drops else 0.0,
     )
-    mask_key = key(adapter.seed, segment.step, site) if drops else 0
-    return Block(segment.start, segment.stop, own, mask_key, shape.first_input)
+    block_key = mask_key(adapter.seed, segment.step, site) if drops else 0
+    return Block(segment.start, segment.stop, own, block_key, shape.first_input)
 
 
 def low_rank(at: SiteTensors) -> LowRank:

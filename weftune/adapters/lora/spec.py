@@ -64,7 +64,7 @@ class LoraSpec(TargetSpec):
     rank_pattern: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     alpha_pattern: Mapping[str, Annotated[float, Bound(above=0)]] = field(default_factory=dict)
     trainable_token_indices: tuple[int, ...] = ()
-    """Ids of tokens whose embeddings are also trained."""
+    """Ids of the tokens whose embeddings are trained in addition to the linears."""
     modules_to_save: tuple[str, ...] = ()
     """`score` if a scalar head is also trained. `objective: reward` sets it, and jobs files do not."""
 

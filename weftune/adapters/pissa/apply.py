@@ -103,8 +103,8 @@ has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:
-    """Return a singular value decomposition of a linear's weight with at least `rank` singular values. The
-    spec selects an exact or a randomised one."""
+    """Return a singular value decomposition of a linear's weight with at least `rank` singular values. It is
+    exact or randomised, as the adapter's spec says."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "

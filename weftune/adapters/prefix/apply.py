@@ -22,8 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""Name of the only tensor in adapter files. It concatenates the keys of the first layer, its values, the keys
-of the second layer, and so on."""
+"""Name of the only tensor in adapter files. It concatenates, layer by layer, the prefix keys and then the
+prefix values."""
 
 
 class PrefixTuning(PlainKind):

@@ -62,5 +62,6 @@ class Prompt(PlainKind):
 
 
 def _repeat_tokens(tokens: Sequence[int], count: int) -> Tensor:
-    """Return the first `count` tokens of the text, which is repeated if it is shorter."""
+    """Return the first `count` of the tokens, which are repeated if there are fewer. Empty if there are no
+    tokens."""
     return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

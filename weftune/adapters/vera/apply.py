@@ -38,8 +38,8 @@ class Vera(PlainKind):
         return True
 
     def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        """Return the adapter as LoRA, with A = d ⊙ a random constant and B = e ⊙ another one. Both are
-        recomputed for every linear."""
+        """Return the adapter as LoRA, whose A is a random constant times the vector d, and whose B is another
+        constant times the vector e. Both products are recomputed for every linear."""
         if (at.site.name, D) not in at.weights:
             return None
         d_r, e_N, spec = at.weight(D), at.weight(E), at.adapter.spec

@@ -19,8 +19,8 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""`madvise` flags: huge pages are allocated and locked many times as fast, and a fork must not copy pages
-that a GPU writes to."""
+"""Flags passed to `madvise`. Huge pages are allocated and locked many times as fast as small ones, and pages
+that a GPU writes to must not be copied by a fork."""
 
 
 class Pages(mmap.mmap):

@@ -189,7 +189,7 @@ class HostStage:
             slot[start:stop].copy_(self.buffer[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a range of the stage's bytes on the host, for inspection."""
+        """Return a range of the stage's bytes as a tensor on the host."""
         return self.buffer[start:stop]
 
 

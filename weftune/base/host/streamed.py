@@ -31,10 +31,10 @@ from weftune.base.host.source import (
     map_weights,
 )
 from weftune.base.load import load_plain, wrap_load_errors
-from weftune.base.model import Base, isolate_samples, own_config
+from weftune.base.model import Base, copy_config, isolate_samples
 from weftune.base.quant.linear import matrix_dtype
 from weftune.base.quant.read import weights_by_part
-from weftune.base.shape import model_shape, site_modules, values
+from weftune.base.shape import model_shape, parameter_count, site_modules
 from weftune.base.shards import (
     ModelShard,
     StoredWeights,
@@ -120,9 +120,9 @@ def load_streamed(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files. If `team` is given, load only its shard of them. Each
-    tensor is read directly to its final location: the device, or host memory if streamed. With
-    `keeps_files_mapped`, streamed tensors stay in the files."""
+    """Load a worker's stages from the base's files, or only its shard of them if `team`, the workers that
+    divide every layer, is given. Each tensor is read directly to its final location: the device, or host
+    memory if streamed. With `keeps_files_mapped`, streamed tensors stay in the files."""
     if team is not None:
         refuse_sharding(spec, team.shards)
     model, files = outline_model(spec, device)
@@ -143,8 +143,9 @@ def load_streamed(
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, set[str]]:
-    """Return the files of a base that a run on `device` would read in every optimizer step, each with the
-    parameters in it. Raise BaseModelError with the reason if the run cannot do that."""
+    """Return a dict from each file of a base to the parameters in it. A run on `device` whose weights stay in
+    files would read these files in every optimizer step. Raise BaseModelError with the reason if such a run
+    is not possible."""
     model, files = outline_model(spec, device)
     found: dict[MappedFile, set[str]] = {}
     with wrap_load_errors(spec):
@@ -162,8 +163,8 @@ def stream_model(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Build a streamed base from a worker's stages (its shard of them if `team` is given) of a model in
-    memory, which is consumed."""
+    """Build a streamed base from a worker's stages of a model in memory, which is consumed. If `team`, the
+    workers that divide every layer, is given, the base has only this worker's shard of the stages."""
     refuse_unknown_family(model.config, spec.model)
     part = layout.for_worker(worker)
     shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
@@ -198,9 +199,9 @@ def streamed_base(
     mapped_weights: MappedWeights | None = None,
     shard: ModelShard | None = None,
 ) -> StreamedBase:
-    """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` the shape
-    of the whole base, and `fill` writes the values. Streamed weights in `mapped_weights` stay in their files.
-    `shard` describes the cut if `model` has been cut to one tensor-parallel shard."""
+    """Build a streamed base. `model` has the names and shapes of the worker's parameters, `whole` is the
+    shape of the whole base, and `fill` writes the values. Streamed weights in `mapped_weights` stay in their
+    files. `shard` is given if `model` has been cut to one tensor-parallel shard."""
     layers = part.layout.layers
     assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
@@ -224,7 +225,7 @@ def streamed_base(
     if shard is not None:
         return StreamedBase(shard_base(model, spec, device, shard, local_layers), part, sources, arena)
     model.eval().requires_grad_(False)
-    own_config(model)
+    copy_config(model)
     isolate_samples(model)
     kept = {piece.name: (piece, sources[stage]) for stage, found in pieces.items() for piece in found}
 
@@ -347,7 +348,7 @@ def make_stage_view(base: Base, layer_range: LayerRange) -> Base:
     own = site_modules(model)
     sites = tuple(site for site in base.shape.sites if site.name in own)
     layers = layer_range.stop - layer_range.start
-    shape = replace(base.shape, layers=layers, parameters=values(model), sites=sites)
+    shape = replace(base.shape, layers=layers, parameters=parameter_count(model), sites=sites)
     return replace(base, model=model, shape=shape, local_layers=layer_range, all_sites=base.whole_sites)
 
 

@@ -80,7 +80,7 @@ class Int8:
         return {"weight": codes_NK, "scale": scale_N}
 
     def _row_codes(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of the given rows."""
+        """Return the 8-bit codes of some rows of a matrix, and the scale of each row."""
         scale_N = weight_NK.abs().amax(dim=1) / MAX_CODE
         # A row of zeros has the scale 0, and its codes do not matter.
         codes_NK = (weight_NK / scale_N.where(scale_N != 0, 1)[:, None]).round_().clamp_(-MAX_CODE, MAX_CODE)
@@ -128,7 +128,7 @@ class Fp8(Int8):
 
 @dataclass(frozen=True, slots=True)
 class Nf4:
-    nested: bool = True
+    is_nested: bool = True
     """Whether the absmax scales are quantised too (double quantisation). False for files without it."""
 
     @property
@@ -140,10 +140,10 @@ class Nf4:
         blocks = -(-values // NF4_BLOCK)
         found = {
             "weight": _meta_tensor(torch.uint8, -(-values // 2), 1),
-            "absmax": _meta_tensor(torch.uint8 if self.nested else torch.float32, blocks),
+            "absmax": _meta_tensor(torch.uint8 if self.is_nested else torch.float32, blocks),
             "code": _meta_tensor(torch.float32, NF4_CODES),
         }
-        if self.nested:
+        if self.is_nested:
             found["nested_absmax"] = _meta_tensor(torch.float32, -(-blocks // NESTED_BLOCK))
             found["nested_code"] = _meta_tensor(torch.float32, NESTED_CODES)
             found["offset"] = _meta_tensor(torch.float32)
@@ -156,7 +156,7 @@ class Nf4:
             # The last byte is filled with the code of zero.
             codes = pad(codes, (0, 1), value=CODE.index(0.0))
         found = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "code": code}
-        if not self.nested:
+        if not self.is_nested:
             return {**found, "absmax": absmax_B}
         offset, nested_code = absmax_B.mean(), dynamic_code().to(weight_NK.device, copy=True)
         nested_absmax_M, nested_B = _quantise_blocks(absmax_B - offset, nested_code, NESTED_BLOCK)
@@ -186,7 +186,7 @@ class Nf4:
         if part.cuts_inputs:
             rows = torch.arange(outputs, device=device) * (inputs // NF4_BLOCK)
             kept = (rows[:, None] + kept).flatten()
-        return Nf4(nested=False), {
+        return Nf4(is_nested=False), {
             "weight": parts["weight"].view(-1, NF4_BLOCK // 2).index_select(0, kept).view(-1, 1),
             "absmax": self._block_maxima(parts).index_select(0, kept),
             "code": parts["code"].clone(),
@@ -194,7 +194,7 @@ class Nf4:
 
     def _block_maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the maximum of each block."""
-        if not self.nested:
+        if not self.is_nested:
             return parts["absmax"]
         values_B = parts["nested_code"].index_select(0, parts["absmax"].int())
         return _scale_blocks(values_B, parts["nested_absmax"], NESTED_BLOCK) + parts["offset"]
@@ -248,8 +248,9 @@ def _scale_blocks(values: Tensor, scale: Tensor, block_size: int) -> Tensor:
 
 @cache
 def dynamic_code() -> Tensor:
-    """Return the 8-bit code of the maxima: 0, 1, and values of both signs in decades from 1e-6 upwards. Each
-    decade has twice as many values as the decade below (Dettmers 2016)."""
+    """Return the 256 values with which the maxima of blocks are quantised to 8 bits: 0, 1, and values of both
+    signs in decades from 1e-6 upwards. Each decade has twice as many values as the decade below (Dettmers
+    2016)."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)

@@ -158,7 +158,7 @@ class Fp8Weight(QuantWeight):
 
 
 def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:
-    """Replace the linears at the given paths by quantised linears whose values are not set yet."""
+    """Replace the linears at the paths in `formats` by quantised linears whose values are not set yet."""
     dtype = model.dtype
     for path, form in formats.items():
         model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
@@ -171,7 +171,7 @@ def _empty_linear(plain: nn.Module, weight_format: WeightFormat, dtype: torch.dt
 
 
 def quantise_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]) -> None:
-    """Quantise the linears at the given paths of a model in memory, one after another."""
+    """Quantise the linears at the paths in `formats` of a model in memory, one after another."""
     dtype = model.dtype
     for path, form in formats.items():
         plain = model.get_submodule(path)

@@ -33,19 +33,20 @@ ReadTensor = Callable[[str], Tensor]
 
 
 def is_stored_weight(name: str, stored: Collection[str]) -> bool:
-    """Whether the files hold the matrix of this name in the quantised form of bitsandbytes."""
+    """Return whether the files hold the matrix of this name in the quantised form of bitsandbytes."""
     return f"{name}.{STATE}" in stored
 
 
 def is_stored_part(name: str, stored: Collection[str]) -> bool:
-    """Whether a tensor in the files belongs to a matrix quantised by bitsandbytes."""
+    """Return whether a tensor in the files belongs to a matrix that bitsandbytes has quantised."""
     endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
     matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
     return is_stored_weight(matrix, stored)
 
 
 def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
-    """Return a dict from each smaller tensor of a quantised weight to the `weight` tensor it belongs to."""
+    """Return a dict from the name of each tensor of a quantised weight except its `weight` to the name of
+    that `weight`."""
     return {
         f"{path}.{part}": f"{path}.weight"
         for path, module in model.named_modules()
@@ -102,7 +103,7 @@ class QuantReader:
 
 def stored_format(name: str, stored: Collection[str]) -> Nf4:
     """Return the format of a matrix that bitsandbytes has quantised."""
-    return Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+    return Nf4(is_nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
 
 
 def stored_parts(

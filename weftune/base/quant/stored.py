@@ -27,9 +27,9 @@ class Quantised:
     """Quantisation format of the weights of a base's layers."""
 
     quantize: Quantize
-    stored: bool = False
+    is_stored: bool = False
     """Whether the base's files hold the weights in this format."""
-    nested: bool = True
+    is_nested: bool = True
     """Whether the maxima of nf4 blocks are also quantised."""
 
 
@@ -72,13 +72,13 @@ def _stored_quantisation(values: Mapping[str, Any], model: str) -> Quantised:
             f"{model} has quantised weights ({kind} of bitsandbytes), of which Weftune reads nf4 only; "
             f"{REMEDY}."
         )
-    return Quantised("nf4", stored=True, nested=bool(values.get("bnb_4bit_use_double_quant")))
+    return Quantised("nf4", is_stored=True, is_nested=bool(values.get("bnb_4bit_use_double_quant")))
 
 
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
-    """Return the bytes of a quantised matrix. int8 has one byte per value and a float32 scale per row; fp8
-    stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if `nested`,
-    each maximum is one byte, plus the nested maxima."""
+    """Return the size of a quantised matrix in bytes. int8 has one byte per value and a float32 scale per
+    row; fp8 stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if
+    `nested`, each maximum is one byte, plus the nested maxima."""
     values = outputs * inputs
     if quantize != "nf4":
         return (2 if quantize == "fp8" else 1) * values + 4 * outputs
@@ -91,8 +91,8 @@ def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = T
 def site_bytes_per_value(
     sites: Iterable[SiteShape], quantize: Quantize, bytes_per_value: int, nested: bool = True
 ) -> float:
-    """Return the mean bytes per weight value of these sites (adaptable linears) if those in layers are
-    quantised and all others have `bytes_per_value`."""
+    """Return the mean number of bytes per weight value of the sites (adaptable linears), given that those in
+    layers are quantised and all others have `bytes_per_value`."""
     stored = values = 0
     for site in sites:
         values += site.weight_count

@@ -93,7 +93,7 @@ class PlanTrial:
             drops=group.has_dropout,
             residual=residual,
             transposed=weight_NK.stride(0) < weight_NK.stride(1),
-            aligned=group.table.aligned,
+            aligned=group.table.is_aligned,
             has_codes=weight_NK.dtype is CODES,
         )
 
@@ -122,36 +122,36 @@ class Choices:
         file: ChoiceFile | None,
         is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         compile: Compile | None = None,
-        pinned: bool = False,
+        is_pinned: bool = False,
     ) -> None:
         """`measure` runs a trial, and `compile` compiles the kernels of a plan. `file` caches the measured
         plans. None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
-        If `pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
+        If `is_pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing
         self._compile = compile
-        self.pinned = pinned
-        self.forced: ProductPlan | None = None
+        self.is_pinned = is_pinned
+        self.forced_plan: ProductPlan | None = None
         """Product plan that every linear uses without a trial, for benchmarks. None runs trials."""
-        self._compiled: set[PlanTrial] = set()
+        self._compiled_trials: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 
     @property
     def can_compile(self) -> bool:
-        """Whether `compile_ahead` has any effect."""
+        """Whether kernels can be compiled before the passes that launch them, by `compile_ahead`."""
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
-        """Compile in parallel the kernels of all trials without a known result.
+        """Compile in parallel the kernels that trials without a known result would time.
 
         Errors are suppressed: they are raised again by the pass that launches the kernel.
         """
-        new = {trial for trial in trials if len(trial.plans) > 1} - self._compiled - self._plans.keys()
+        new = {trial for trial in trials if len(trial.plans) > 1} - self._compiled_trials - self._plans.keys()
         if self._file is None or self._compile is None or not new or self._capturing():
             return
-        self._compiled |= new
-        known = {} if self.pinned or self.forced else self._file.read()
+        self._compiled_trials |= new
+        known = {} if self.is_pinned or self.forced_plan else self._file.read()
         pending = [
             (trial, plan)
             for trial in new
@@ -170,11 +170,11 @@ class Choices:
         torch.cuda.empty_cache()
 
     def _eligible_plans(self, plans: tuple[ProductPlan, ...]) -> tuple[ProductPlan, ...]:
-        if self.forced is not None:
-            return (self.forced,)
-        return plans[:1] if self.pinned else plans
+        if self.forced_plan is not None:
+            return (self.forced_plan,)
+        return plans[:1] if self.is_pinned else plans
 
-    def plan(
+    def choose_plan(
         self,
         x_TK: Tensor,
         weight_NK: Tensor,
@@ -183,10 +183,11 @@ class Choices:
         rows: Rows,
         plans: tuple[ProductPlan, ...],
     ) -> ProductPlan:
-        """Return the fastest of the allowed `plans`, or the first one if no trial is possible."""
-        if self.forced is not None:
-            return self.forced
-        if self._file is None or self.pinned or len(plans) == 1:
+        """Return the product plan with which a linear is computed: the fastest of `plans` in a trial, or the
+        first of them if no trial is possible."""
+        if self.forced_plan is not None:
+            return self.forced_plan
+        if self._file is None or self.is_pinned or len(plans) == 1:
             return plans[0]
         trial = PlanTrial.for_linears(plans, x_TK.dtype, weight_NK, residual_TN is not None, group, rows)
         if trial not in self._plans:
@@ -245,7 +246,8 @@ class ChoiceFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file. It has no checksum of the kernels, so that new kernels replace the file."""
+        """Path of the cache file. It contains no checksum of the kernels, so that the file of changed kernels
+        replaces the old one."""
         words = (self.device, self.capability, "torch", self.torch, "triton", self.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
@@ -255,7 +257,8 @@ class ChoiceFile:
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def read(self) -> dict[str, MeasuredPlan]:
-        """Return the measured plans by trial key; empty if the file is missing or from another machine."""
+        """Return the measured plans in the cache file, by trial key. Empty if the file is missing or from
+        another machine."""
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -46,7 +46,7 @@ def device_choices(device: torch.device) -> Choices:
         partial(time_plans, device=device),
         choice_file(device),
         compile=partial(compile_plan, device=device),
-        pinned=are_kernels_deterministic(),
+        is_pinned=are_kernels_deterministic(),
     )
 
 
@@ -127,8 +127,8 @@ def _time_round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) 
 def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
     generator = torch.Generator(device).manual_seed(0)
 
-    def random_matrix(high: int, wide: int) -> Tensor:
-        return torch.randn(high, wide, generator=generator, device=device, dtype=trial.dtype)
+    def random_matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device, dtype=trial.dtype)
 
     outputs, rank = sum(trial.widths), trial.bands * trial.ranks
     names = [f"site{site}" for site in range(len(trial.widths))]

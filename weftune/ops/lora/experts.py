@@ -61,8 +61,8 @@ class SortedChoices:
     used_blocks_1: Tensor
     """Number of blocks in `blocks_G5` that have rows."""
     rows: Rows
-    """The tiles of the LoRA kernels. Each run (rows of one job at one expert) is a single piece
-    (`ops.lora.rows`)."""
+    """Assignment of the sorted rows to programs of the LoRA kernels. The rows of one job at one expert form a
+    single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
         """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
@@ -70,13 +70,13 @@ class SortedChoices:
 
 
 def sort_choices(
-    chosen_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
+    experts_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
     """Sort the choices (pairs of a token and an expert) by expert and job, and assign them to programs,
     without synchronising host and device. `owner_T` is the index of each token's job, and `numbers_J` each
     job's adapter index, −1 for none."""
-    count, device = len(numbers_J), chosen_Tk.device
-    key_S, order_S = (chosen_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
+    count, device = len(numbers_J), experts_Tk.device
+    key_S, order_S = (experts_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
     places_S = torch.empty_like(key_S)
     places_S[order_S] = torch.arange(rows, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ def sort_choices(
         key_S=key_S.new_empty(slots),
         token_index_T=key_S,
     )
-    sorted_index_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
+    sorted_index_Tk, stops_E = places_S.view(experts_Tk.shape), edges[count::count].contiguous()
     return SortedChoices(order_S, sorted_index_Tk, stops_E, blocks_G5, used[-1:], assigned)
 
 
@@ -131,7 +131,7 @@ def _split_run_ends(edges: Tensor, max_rows: int) -> Tensor:
 
 def lora_experts(
     x_TD: Tensor,
-    chosen_Tk: Tensor,
+    experts_Tk: Tensor,
     weights_Tk: Tensor,
     anchor: Tensor,
     sites: Sequence[ExpertSite],
@@ -150,7 +150,7 @@ def lora_experts(
 
     def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:
         slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
-        choices = sort_choices(chosen_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
+        choices = sort_choices(experts_Tk, owner_T, numbers_J, len(sites[0].weight_ENK), slots)
         linears = [ExpertLinears.from_site(site, choices, plan) for site in sites]
         return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
@@ -162,7 +162,7 @@ def lora_experts(
 
     shapes = [(site.weight_ENK.shape, site.group and site.group.launches) for site in sites]
     # Launch parameters depend on the number of tokens by its magnitude and its alignment only.
-    tokens, active = chosen_Tk.shape
+    tokens, active = experts_Tk.shape
     rows = tokens.bit_length(), tokens % 16 == 0, active
     key = x_TD.device, x_TD.dtype, rows, len(numbers_J), plan, *shapes
     rehearse_kernels(OP, key, x_TD.device, run_both_passes)

@@ -26,7 +26,8 @@ from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
 from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
-"""Maximum rows of a pass without gradients that uses these kernels, with torch for the frozen product."""
+"""Maximum number of rows for which a pass without gradients uses the kernels for few rows, and torch for the
+frozen product."""
 TILE_ROWS = 16
 """Rows per program in a decode step: the minimum that tensor cores can multiply."""
 SHARE_INPUTS = 512
@@ -60,7 +61,7 @@ def few_rows_linear(
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         y_TN = x_TK.new_empty(operands.shape)
         frozen_TN = operands.unscaled_product(0, y_TN.shape[1])
-        with nullcontext() if side_stream is None else side_stream.done():
+        with nullcontext() if side_stream is None else side_stream.concurrent_work():
             _write_shares(x_TK, partial_PCTR, group, rows)
         columns = span_columns(group, len(rows.tiles_G3))
         kernels.few_rows.up_shares[(_count_spans(group, columns), len(rows.tiles_G3))](
@@ -132,7 +133,7 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
         "R": rank_block(group.rank),
         "M": rows.tile,
         "C": launch.columns,
-        "ALIGNMENT": ALIGNMENT if group.table.aligned else x_TK.element_size(),
+        "ALIGNMENT": ALIGNMENT if group.table.is_aligned else x_TK.element_size(),
         "PRECISION": precision(x_TK),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
@@ -140,8 +141,8 @@ def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
 
 
 def choose_launch(ranks: int, dtype: torch.dtype) -> KernelLaunch:
-    """Return the launch parameters for `ranks` ranks. With these, programs fit beside those of the frozen
-    product, and on small GPUs."""
+    """Return launch parameters with which programs that process `ranks` ranks fit on a multiprocessor beside
+    programs of the frozen product, and on small GPUs."""
     if dtype.itemsize > 2:
         return KernelLaunch(32, warps=4, stages=1)
     return KernelLaunch(256 if ranks <= 16 else 128 if ranks <= 64 else 64, warps=4, stages=2)

@@ -135,8 +135,8 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield spans: groups of
-    consecutive blocks. There are as few spans as `SPAN_BYTES` allows."""
+    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield groups of consecutive
+    blocks (spans), as few as `SPAN_BYTES` allows for temporary products."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
@@ -180,7 +180,7 @@ def _fused_product(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     target = s_TPR.new_empty(operands.shape)
-    if call.has_large:
+    if call.has_large_ranks:
         (large_dx if backward else large_y)(s_TPR, target, call)
     left, right = operands.left_TM, operands.right_LM
     turned = right.stride(1) == 1
@@ -216,7 +216,7 @@ def _fused_product(
         D=blocks.inner,
         ROUGH=blocks.products_per_sum,
         GROUP=blocks.group,
-        LARGE=call.has_large,
+        LARGE=call.has_large_ranks,
         DROPS=backward and call.has_dropout,
         **call.constants(target, blocks),
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.accumulate import accumulate_gradient
-from weftune.ops.dropout import kept_TK
+from weftune.ops.dropout import keep_mask_TK
 from weftune.ops.lora.table import LowRank
 
 
@@ -39,7 +39,7 @@ class Block:
     stop: int
     adapter: LowRank
     key: int
-    """Key of the dropout mask: `ops.dropout.key` of the job's seed, the step and the site."""
+    """Key of the dropout mask: `ops.dropout.mask_key` of the job's seed, the step and the site."""
     first_feature: int = 0
     """Index of the first column of x among the inputs of the whole linear. It is not 0 on a shard that has
     later inputs."""
@@ -65,7 +65,7 @@ class Blocks:
         if dropout == 0.0:
             return None
         index_T = self.token_index_T[block.rows]
-        return kept_TK(block.key, index_T, features, dropout, block.first_feature)
+        return keep_mask_TK(block.key, index_T, features, dropout, block.first_feature)
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
@@ -109,7 +109,7 @@ class _Segmented(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, *s_by_block = ctx.saved_tensors
-        dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
+        dx_TK = _zero_other_rows(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
             # If the site also has adapters of other kinds, y is accumulated in float32.
             dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.keep_mask(block, x_TK.shape[1])
@@ -130,7 +130,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
+def _zero_other_rows(blocks: Blocks, values_TK: Tensor) -> Tensor:
     """Set the rows of `values_TK` that belong to no block to zero, in place, and return the tensor."""
     row = 0
     for block in blocks.blocks:

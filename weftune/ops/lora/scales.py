@@ -61,7 +61,8 @@ def _addresses(scale: SiteScale) -> tuple[int, int, int]:
 
 
 def scale_rows(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
-    """Return x ⊙ g, where g are the scales of the row's job. Rows of jobs without scales are copied."""
+    """Return x with each row multiplied by g, the scales of the row's job. Rows of jobs without scales are
+    copied."""
     out_TM = torch.empty_like(x_TM)
     kernels.scales.scale[(_count_blocks(columns), len(rows.tiles_G3))](
         x_TM,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import copy_to
-from weftune.ops.dropout import threshold, to_signed
+from weftune.ops.dropout import keep_threshold, to_signed
 from weftune.ops.lora.rows import split_buffer, word_count
 
 ALIGNMENT = 16
@@ -76,7 +76,7 @@ class SlotTable:
     """The table of the LoRA matrices of all jobs (by slot, the job's table index) at linears that share their
     input."""
 
-    aligned: bool
+    is_aligned: bool
     """Whether every address is a multiple of ALIGNMENT."""
     bands: int
     """Number of bands into which ranks are split. It is enough for the largest rank that a job may have."""
@@ -137,9 +137,9 @@ class SlotTable:
                 continue
             assert entry.rank <= self.bands * BAND
             addresses = entry.addresses
-            assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
+            assert not self.is_aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
             factor_PS2[bands, slot] = entry.factor, entry.scale
-            threshold_PS[bands, slot] = threshold(entry.dropout)
+            threshold_PS[bands, slot] = keep_threshold(entry.dropout)
             for band in range(required_bands(entry.rank)):
                 part = band * len(entries) + site
                 rank_PS[part, slot] = min(BAND, entry.rank - band * BAND)
@@ -156,7 +156,7 @@ class SlotTable:
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
         own = slice(first, first + experts)
         strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
-        assert not self.aligned or all(stride % ALIGNMENT == 0 for stride in strides)
+        assert not self.is_aligned or all(stride % ALIGNMENT == 0 for stride in strides)
         factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0
         for band in range(required_bands(rank)):
             begin = np.array(entry.addresses) + band * np.array(entry.band_bytes)
@@ -249,9 +249,10 @@ class Group:
 
     @property
     def launches(self) -> tuple[object, ...]:
-        """Values on which the compiled kernels depend: groups with equal values use the same kernels."""
+        """Values for which kernels are compiled, such as the rank. Groups with equal values use the same
+        compiled kernels."""
         tables = self.g_out is None, self.g_in is None, self.has_row_lengths, self.computed_table is None
-        return self.columns, self.rank, self.has_dropout, self.bands, self.table.aligned, *tables
+        return self.columns, self.rank, self.has_dropout, self.bands, self.table.is_aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
         """Write a job's entries, one per linear, to the index `slot` on host and device. None means no

@@ -49,8 +49,8 @@ OP = "LoRA"
 def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
-    """Return the trial by which `lora_linear` would choose its product plan. None for weights that are
-    dequantised at each use."""
+    """Return the trial that measures the fastest product plan for `lora_linear` with these arguments. None
+    for weights that are dequantised at each use, which have no trial."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _stored_tensor(weight)
@@ -89,7 +89,7 @@ def lora_linear(
         # A decode step reads the weight once, and torch divides that among all multiprocessors.
         plan = ProductPlan.wide
     else:
-        plan = choices.plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
+        plan = choices.choose_plan(x_TK, weight_NK, residual_TN, group, rows, plans) if choices else plans[0]
     tiling = choose_tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     call = SiteCall(group, rows, training, tiling, plan, graph_only)
     _rehearse_tiles(x_TK, right, bias_N, residual_TN, call)
@@ -101,7 +101,8 @@ def lora_linear(
 def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
-    """Launch the kernels once per set of launch parameters, on rows of no job, to test whether they run."""
+    """Test whether the tiled kernels run on the device: launch them on rows of no job, once per set of launch
+    parameters."""
     rows, lying = call.rows, _stored_tensor(right)
     # The kernels depend on the number of rows only through their tiling and the alignment of that number.
     tiling = replace(
@@ -134,7 +135,8 @@ def _rehearse_tiles(
 def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
-    """Launch the kernels for few rows once per set of launch parameters, on rows of no job, as a test."""
+    """Test whether the kernels for few rows run on the device: launch them on rows of no job, once per set of
+    launch parameters."""
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
@@ -260,7 +262,7 @@ def _low_rank_backward(
     aside = SideStream(x_TK.device)
     # The product is launched first: work on the second stream uses the multiprocessors that it leaves idle.
     dx_TK = product(dy_TN, weight, ds_TPR, call)
-    with aside.done():
+    with aside.concurrent_work():
         db(dy_TN, s_TPR, partial_db_QLN, call)
         da(x_TK, ds_TPR, partial_da_QPRK, call)
         add_gradients(partial_da_QPRK, partial_db_QLN, call)

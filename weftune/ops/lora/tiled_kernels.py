@@ -44,9 +44,11 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
-    if tiling.split > 1:
-        partial = x_TK.new_empty(call.parts * tiling.split, rows, call.ranks, dtype=torch.float32)
-    kernels.site.down[(len(call.rows.tiles_G3), tiling.split, call.parts // tiling.down.parts_per_program)](
+    if tiling.down_splits > 1:
+        partial = x_TK.new_empty(call.parts * tiling.down_splits, rows, call.ranks, dtype=torch.float32)
+    kernels.site.down[
+        (len(call.rows.tiles_G3), tiling.down_splits, call.parts // tiling.down.parts_per_program)
+    ](
         x_TK,
         s_TPR,
         partial,
@@ -63,18 +65,18 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         features,
         TOGETHER=tiling.down.parts_per_program,
         M=call.rows.tile,
-        SPLIT=tiling.split > 1,
+        SPLIT=tiling.down_splits > 1,
         DROPS=call.has_dropout,
         **call.constants(x_TK, tiling.down),
     )
-    if tiling.split > 1:
-        sum_rows(partial, s_TPR, [tiling.split] * call.parts, call)
+    if tiling.down_splits > 1:
+        sum_rows(partial, s_TPR, [tiling.down_splits] * call.parts, call)
     return s_TPR
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Write s: the sum of the partial sums in `partial_CTR`, multiplied by the adapters' factor. `shares[p]`
-    is the number of partial sums of part p."""
+    """Write s = factor · drop(x)Aᵀ, given partial sums of xAᵀ in `partial_CTR`. `shares[p]` is the number of
+    partial sums of part p (a band of ranks of one linear)."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
@@ -186,7 +188,7 @@ def db(
 
 def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
     """Return ds = factor · dyBᵀ, the gradient of drop(x)Aᵀ, without computing dB."""
-    launch, split, table = call.tiling.ds, call.tiling.ds_split, call.group.table
+    launch, split, table = call.tiling.ds, call.tiling.ds_splits, call.group.table
     rows, outputs = dy_TN.shape
     ds_TPR = dy_TN.new_empty(rows, call.parts * call.ranks)
     partial = ds_TPR

@@ -28,8 +28,8 @@ TOGETHER_RANKS = 256
 LARGE_SHARED_MEMORY = 160 << 10
 """Bytes of shared memory on the GPUs for which the block sizes for 16-bit dtypes were tuned."""
 PROGRAMS = 128
-"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split to have
-about as many."""
+"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split so that
+there are about as many programs."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
@@ -38,8 +38,8 @@ DIRECT_RANKS = 64
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
-"""Fixed cost of one wave of programs of a fused product. The unit is the time for one column more per
-program."""
+"""Fixed cost of one wave of programs of a fused product, as the number of columns per program that take the
+same time."""
 FUSED_COLUMNS = 128
 """A fused product requires every linear to start at a multiple of this number of columns."""
 CODED_INNER = 128
@@ -98,7 +98,8 @@ class ProductBlocks:
     stages: int
     programs: int
     group: int = 8
-    """Number of row blocks processed together, so that they share columns of the weight in the L2 cache."""
+    """Number of blocks of rows whose programs run next to one another, so that they share columns of the
+    weight in the L2 cache."""
     warps: int = 8
     products_per_sum: int | None = None
     """Number of 8-bit products that a tensor core sums by itself, before the result is added in float32. None
@@ -122,9 +123,9 @@ class Tiling:
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
-    split: int
+    down_splits: int
     """Number of programs over which the sum over the inputs is split when s is computed."""
-    ds_split: int
+    ds_splits: int
     """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
     reads_dy_once: bool
     """Whether one kernel computes ds and dB from a single read of dy."""
@@ -160,7 +161,7 @@ class SiteCall:
         return rank_block(self.group.rank)
 
     @property
-    def has_large(self) -> bool:
+    def has_large_ranks(self) -> bool:
         """Whether a job may have a large rank, which exceeds the registers of a fused product."""
         return self.group.rank > DIRECT_RANKS
 
@@ -197,7 +198,7 @@ class SiteCall:
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
     def alignment(self, operand: Tensor) -> int:
-        return ALIGNMENT if self.group.table.aligned else operand.element_size()
+        return ALIGNMENT if self.group.table.is_aligned else operand.element_size()
 
     def constants(self, operand: Tensor, launch: KernelLaunch | ProductBlocks) -> dict[str, Any]:
         """Return the compile-time constants that all kernels need, for the dtype of `operand`."""
@@ -245,8 +246,8 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
         **launches,
         y=choose_product_blocks(count, group.columns, dtype, device),
         dx=replace(dx, programs=_balanced_program_count(dx, count, features)),
-        split=_split_count(programs // tiles, features, launches["down"]),
-        ds_split=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
+        down_splits=_split_count(programs // tiles, features, launches["down"]),
+        ds_splits=_split_count(PROGRAMS // (tiles * len(group.columns)), narrowest, launches["ds"]),
         reads_dy_once=group.rank <= ONE_READ_RANKS,
     )
 
@@ -288,7 +289,7 @@ def can_fuse(weight_NK: Tensor, device: torch.device) -> bool:
 
 
 def _has_whole_rows(weight_NK: Tensor) -> bool:
-    """Return whether TMA can read the weight, which requires that its rows are aligned to 16 bytes."""
+    """Return whether TMA can read the weight, whose rows must be aligned to 16 bytes for that."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0

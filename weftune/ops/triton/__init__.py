@@ -20,7 +20,8 @@ MODULES = (
     *("paged", "product", "rotary", "sampling", "scales", "site", "site_gradients", "slots", "swiglu"),
 )
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that the kernels support. They compute in float32; plain torch is used for float64."""
+"""Dtypes that the kernels support. The kernels compute in float32. For float64, plain torch is used
+instead."""
 
 
 def __getattr__(name: str) -> Any:

@@ -66,7 +66,8 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB of a job with a large rank to its rows of y, in SPAN columns of one linear."""
+    """Write sB to a job's rows of y, in SPAN columns of one linear, if the job's rank exceeds what a fused
+    product supports."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -108,8 +109,8 @@ def large_y(
 
 @triton.jit
 def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
-    """Return the number of ranks of a job in the first band of a linear if the job's rank is large there,
-    else 0."""
+    """Return the number of ranks of a job in the first band of a linear if the job's rank there exceeds what
+    a fused product supports, else 0."""
     ranks = tl.load(rank + site * S + slot)
     return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
 
@@ -149,8 +150,8 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write ds · A with dropout masks, summed over all linears where the job's rank is large, in SPAN
-    columns."""
+    """Write, in SPAN columns of a job's rows of dx, the sum of ds · A with dropout masks over all linears
+    where the job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

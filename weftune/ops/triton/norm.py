@@ -28,8 +28,8 @@ def norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute n, the normalised x, and rstd, the inverse root of its mean square. If `onto` is given, write
-    onto + n instead of n."""
+    """Compute n, the normalised x, and rstd, the inverse root of the mean square of x. If `onto` is given,
+    write onto + n instead of n."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -64,7 +64,8 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute dx, the gradient through the norm of x, plus dskip if it is given."""
+    """Compute dx, the gradient of the norm's input x, plus dskip, the gradient of the residual connection, if
+    it is given."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]

@@ -104,7 +104,8 @@ def own_rank_product(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `low_rank_product` for a job that has at most OWN ranks in the part."""
+    """Return the product of s and a job's B or A, as `low_rank_product` does, for a job with at most OWN
+    ranks in the part (band of ranks of one linear)."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -195,7 +196,7 @@ def scale_runs(
     y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
     """Return y with the rows of every run multiplied by the scales g of the run's job. For a job that also
-    scales the bias, the bias is adjusted accordingly."""
+    scales the bias, bias · (g − 1) is added, because the bias itself is added later."""
     turn = first
     while turn < end:
         run = runs + turn * 3

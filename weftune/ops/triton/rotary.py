@@ -38,7 +38,7 @@ def store_parts(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Write every head of a tile to the output that it belongs to."""
+    """Write every head of a tile to its output: queries, keys or values."""
     values_CB = values_CB.to(q.dtype.element_ty)
     q_CB = (head_C < HEADS)[:, None] & inside_B[None, :]
     q_at_CB = (row * HEADS + head_C)[:, None] * WIDTH + column_B[None, :]
@@ -64,7 +64,8 @@ def load_part(
     head_stride: tl.tensor,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Load the heads of a tile in one part (queries, keys or values). All other heads are zero."""
+    """Return the heads of a tile that belong to one part (queries, keys or values), and zeros for all other
+    heads of the tile."""
     owned_CB = ((head_C >= 0) & (head_C < COUNT))[:, None] & inside_B[None, :]
     at_CB = row * row_stride + (head_C * head_stride)[:, None] + column_B[None, :]
     return tl.load(part + at_CB, mask=owned_CB, other=0.0).to(tl.float32)
@@ -90,7 +91,8 @@ def load_parts(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Load every head of a tile from the part that it belongs to; zero if that part is None."""
+    """Return every head of a tile, loaded from queries, keys or values; zeros if the tensor of these is
+    None."""
     k_C = head_C - HEADS
     v_C = k_C - GROUPS
     values_CB = tl.zeros((CHUNK, BLOCK), dtype=tl.float32)

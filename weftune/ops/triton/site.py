@@ -60,8 +60,8 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` for a job with at most OWN ranks in each part. Only OWN ranks are multiplied and
-    written."""
+    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does, for a job with at most OWN ranks in each part
+    (band of ranks of one linear). Only OWN ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     row_M = start + tl.arange(0, M)
@@ -145,8 +145,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `down` of a tile of rows. Small ranks have a separate code path if other jobs have much larger
-    ones."""
+    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does. Jobs of small rank have a separate code path
+    if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
@@ -238,8 +238,8 @@ def sum_rows(
     M: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """Compute s or ds: the factor times the sum of partial sums. Those of part p have the indices from
-    SHARES[p] up to SHARES[p + 1]."""
+    """Compute s = factor · drop(x)Aᵀ, or its gradient ds, from partial sums without the factor. The partial
+    sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)

@@ -54,8 +54,8 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_db` for a job with at most OWN ranks. Only OWN ranks are multiplied; tensors keep the
-    layout for R ranks."""
+    """Compute dB and ds for a piece (range of a job's rows), as `ds_db` does, for a job with at most OWN
+    ranks. Only OWN ranks are multiplied; tensors keep the layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -174,7 +174,8 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `ds_alone` for a job that has at most OWN ranks. Only OWN ranks are multiplied and written."""
+    """Compute ds = factor · dyBᵀ for a tile of rows, as `ds_alone` does, for a job with at most OWN ranks.
+    Only OWN ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
@@ -292,7 +293,8 @@ def da_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `da` for a job that has at most OWN ranks in each part. Only OWN ranks are multiplied."""
+    """Compute dA for a piece (range of a job's rows), as `da` does, for a job with at most OWN ranks in each
+    part (band of ranks of one linear). Only OWN ranks are multiplied."""
     piece = tl.program_id(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(pieces + piece * 4)
@@ -372,8 +374,8 @@ def da_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute `da` of a piece (range of a job's rows). Small ranks have a separate code path if other jobs
-    have much larger ones."""
+    """Compute dA for a piece (range of a job's rows), as `da` does. Jobs of small rank have a separate code
+    path if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,

@@ -34,7 +34,7 @@ def hash_bits(value):
 
 @triton.jit
 def site_key(key, crc, slot, part):
-    """Return the dropout key of a job's seed and step at one linear, as `ops.dropout.key` does."""
+    """Return the dropout key of a job's seed and step at one linear, as `ops.dropout.mask_key` does."""
     return hash_bits((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
 
 
@@ -59,7 +59,7 @@ def column_factor(column_C, site_key):
 @triton.jit
 def keep_mask(row, column, threshold):
     """Return the dropout mask of kept values from hashes of rows and columns that broadcast. It equals
-    `ops.dropout.kept_TK`."""
+    `ops.dropout.keep_mask_TK`."""
     return (row * column).to(tl.int32, bitcast=True) >= threshold
 
 

@@ -13,7 +13,7 @@ import torch
 from weftune.base.host.pinned import allocate_host_bytes
 from weftune.base.host.source import CHUNK_BYTES, MappedFile
 from weftune.plan.layout.need import EMULATED_BANDWIDTH, EMULATED_FLOPS
-from weftune.run.measure.memory import release
+from weftune.run.measure.memory import release_cached_memory
 from weftune.run.measure.timers import Stopwatch
 
 SAMPLE_BYTES = 256 << 20
@@ -47,7 +47,7 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
         _measure_flops(device, dtype),
         _measure_memory_bandwidth(device),
     )
-    release(device)
+    release_cached_memory(device)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Memory of this machine's devices in bytes: the budget of a run, the current use, and the peak."""
+"""Measurement of device memory in bytes: the budget of a run, the current use, and the peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weftune.errors import UserError
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
-"""Share of the free memory that a run may use. The rest is for the allocator and other processes."""
+"""Fraction of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
 """Maximum bytes of GPU memory that CUDA and its libraries use outside torch's allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -77,7 +77,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def release(device: torch.device) -> None:
+def release_cached_memory(device: torch.device) -> None:
     """Return memory that is cached but not in use to the device or, on a CPU, to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

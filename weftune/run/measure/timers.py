@@ -130,9 +130,9 @@ class Waited:
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
 
-    def note(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
-        """Record the time between two events as a wait. The device may not have reached them yet. Finished
-        waits are added to `seconds`, so that events do not accumulate in a long run."""
+    def record_wait(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
+        """Record a wait, the time between two CUDA events that the device may not have reached yet. Waits
+        that have ended are added to `seconds`, so that events do not accumulate in a long run."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._add_wait(*self.marks.pop(0))
         self.marks.append((ready_event, arrived_event))

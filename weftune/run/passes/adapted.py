@@ -32,7 +32,8 @@ class AdaptedBase:
         team: ShardTeam | None = None,
     ) -> None:
         """`fuses_layers` says whether the layers of known model families run as fused ops. None fuses them on
-        the tiled route, where kernels make that faster. `team` is given if layers are divided into shards."""
+        the tiled route, where kernels make that faster. `team` are the workers that divide every layer into
+        shards, or None."""
         self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -52,7 +53,7 @@ class AdaptedBase:
                 groups,
                 base.whole_sites,
                 embedding,
-                base.tied,
+                base.is_tied,
                 tiled=self.route is Route.tiled,
                 sum_over_shards=None if team is None else team.sum_over_shards,
             )
@@ -65,9 +66,9 @@ class AdaptedBase:
         return self.layers is not None and bool(self.layers.modules)
 
     @property
-    def capturable(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether passes can be captured as CUDA graphs."""
-        return self.layers is not None and self.layers.capturable
+        return self.layers is not None and self.layers.can_capture
 
     def restore_base(self) -> None:
         """Remove all adapters and fused layers from the base."""
@@ -103,6 +104,6 @@ def _write_by_kernel(weight_format: WeightFormat, parts: Mapping[str, Tensor], o
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Return how adapters are computed on the device: by the tiled kernels if they run there, and otherwise
-    segment by segment. With both, a NaN in one job does not reach other jobs."""
+    """Return the route (implementation of adapters) for the device: the tiled kernels if they run there,
+    otherwise the segmented route in plain torch. With either, a NaN in one job does not reach other jobs."""
     return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

@@ -29,7 +29,8 @@ from weftune.run.passes.rows import LEAST, DeviceMicrobatch, Membership, bucket,
 
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
-    """Rows that a CUDA graph reserves for one job whose rows are gathered by index."""
+    """The numbers of rows and samples that a CUDA graph reserves for one job whose rows are gathered by
+    index."""
 
     job: str
     serial: int
@@ -66,10 +67,12 @@ def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
 
 
 class Gathering:
-    """Index tensors with which all CUDA graphs that have the same key gather the rows of jobs."""
+    """Index tensors by which CUDA graphs select the rows of jobs. All graphs with the same key share them."""
 
-    def __init__(self, jobs: Sequence[GatheredJob], longest: int, banks: Banks, device: torch.device) -> None:
-        """Allocate the tensors for microbatches whose samples are no longer than `longest`."""
+    def __init__(
+        self, jobs: Sequence[GatheredJob], max_length: int, banks: Banks, device: torch.device
+    ) -> None:
+        """Allocate the tensors for microbatches whose samples are no longer than `max_length`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
         """One segment per job, which names the job and has no position."""
@@ -83,18 +86,18 @@ class Gathering:
             if not one.keys
         }
         self._prefixed = [one for one in jobs if one.keys]
-        self._longest = longest + max((one.keys for one in jobs), default=0)
+        self._longest = max_length + max((one.keys for one in jobs), default=0)
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
-        laid = sum(one.rows_with_prefixes for one in self._prefixed)
+        device_microbatch = sum(one.rows_with_prefixes for one in self._prefixed)
         behind = sum(one.rows for one in self._prefixed)
         boundaries_B = torch.zeros(1 + sum(map(self._max_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
             read=banks.read_keys,
-            pack=Pack((laid,), boundaries_B.to(device), self._longest),
-            source_Z=torch.zeros(laid, dtype=torch.int64, device=device),
-            is_row_Z=torch.zeros(laid, dtype=torch.bool, device=device),
+            pack=Pack((device_microbatch,), boundaries_B.to(device), self._longest),
+            source_Z=torch.zeros(device_microbatch, dtype=torch.int64, device=device),
+            is_row_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),
             prefix_key_indices=tuple(
                 torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
@@ -155,25 +158,27 @@ class Gathering:
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     rows: int
-    longest: int
+    max_length: int
     samples: int
     has_equal_lengths: bool
     limits: tuple[object, ...]
     recompute: Recompute
-    gathered: tuple[GatheredJob, ...] = ()
+    gathered_jobs: tuple[GatheredJob, ...] = ()
 
 
-def make_graph_key(laid: DeviceMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
-    lengths = laid.microbatch.sample_lengths
+def make_graph_key(
+    device_microbatch: DeviceMicrobatch, banks: Banks, recompute: Recompute, context: int
+) -> GraphKey:
+    lengths = device_microbatch.microbatch.sample_lengths
     even = len(set(lengths)) == 1
     return GraphKey(
-        rows=laid.microbatch.rows,
-        longest=lengths[0] if even else longest_bucket(max(lengths), context),
+        rows=device_microbatch.microbatch.rows,
+        max_length=lengths[0] if even else longest_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
         has_equal_lengths=even,
         limits=banks.limits(),
         recompute=recompute,
-        gathered=gathered_jobs(banks, laid.microbatch),
+        gathered_jobs=gathered_jobs(banks, device_microbatch.microbatch),
     )
 
 
@@ -185,9 +190,9 @@ class GraphInputs:
         self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
         self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._tokens_T)
-        self._held: DeviceMicrobatch | None = None
+        self._filled_from: DeviceMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
-        self.gathering = Gathering(key.gathered, key.longest, banks, device)
+        self.gathering = Gathering(key.gathered_jobs, key.max_length, banks, device)
         self.microbatch = Microbatch(
             tokens_T=self._tokens_T,
             positions_T=self._positions_T,
@@ -198,30 +203,30 @@ class GraphInputs:
         )
         prefixes = self.gathering.prefixes
         self.pack = Pack(
-            (key.rows,), self._boundaries_B, key.longest, key.has_equal_lengths, prefixes=prefixes
+            (key.rows,), self._boundaries_B, key.max_length, key.has_equal_lengths, prefixes=prefixes
         )
 
-    def fill(self, laid: DeviceMicrobatch) -> None:
+    def fill(self, device_microbatch: DeviceMicrobatch) -> None:
         """Copy a microbatch into the tensors, and compute the job of each row."""
-        lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
+        lengths = torch.tensor((0, *device_microbatch.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
         copy_to(self._boundaries_B, boundaries_B)
-        self._tokens_T.copy_(laid.microbatch.tokens_T)
-        self._positions_T.copy_(laid.microbatch.positions_T)
-        self.rows.fill(self._banks.slot_rows(laid.microbatch), laid.token_index)
-        self.gathering.fill(laid.microbatch)
+        self._tokens_T.copy_(device_microbatch.microbatch.tokens_T)
+        self._positions_T.copy_(device_microbatch.microbatch.positions_T)
+        self.rows.fill(self._banks.slot_rows(device_microbatch.microbatch), device_microbatch.token_index)
+        self.gathering.fill(device_microbatch.microbatch)
 
-    def copy(self, laid: DeviceMicrobatch, membership: Membership) -> None:
+    def copy(self, device_microbatch: DeviceMicrobatch, membership: Membership) -> None:
         """Copy a microbatch from the device into the tensors, unless they still contain it from the previous
         stage."""
-        if self._held is laid:
+        if self._filled_from is device_microbatch:
             return
         assert membership.rows is not None
         boundaries_B = membership.pack.boundaries
         self._boundaries_B[: len(boundaries_B)].copy_(boundaries_B)
         self._boundaries_B[len(boundaries_B) :].fill_(len(self._tokens_T))
-        self._tokens_T.copy_(laid.microbatch.tokens_T)
-        self._positions_T.copy_(laid.microbatch.positions_T)
+        self._tokens_T.copy_(device_microbatch.microbatch.tokens_T)
+        self._positions_T.copy_(device_microbatch.microbatch.positions_T)
         self.rows.buffer.copy_(membership.rows.buffer)
-        self._held = laid
+        self._filled_from = device_microbatch

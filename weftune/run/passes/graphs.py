@@ -28,7 +28,7 @@ from weftune.core.clock import Phase, phase
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import NOTHING, Program
-from weftune.run.measure.memory import release
+from weftune.run.measure.memory import release_cached_memory
 from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, make_graph_key
@@ -56,11 +56,11 @@ class CapturedPasses:
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(captures_early)
         self._clock = DeviceClock(adapted.base.device)
-        self._timed: dict[StageVisit, WatchedPass] = {}
+        self._watched_passes: dict[StageVisit, WatchedPass] = {}
         self._banks = adapted.banks
         self._captures = 0
         self._recompute = NOTHING
-        self._seen: set[tuple[GraphKey, int]] = set()
+        self._seen_keys: set[tuple[GraphKey, int]] = set()
         self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
         """Memory pools of the graphs, one for each instance."""
@@ -82,67 +82,75 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
-        assert keep, "a forward that is recomputed is captured otherwise"
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
+        assert keeps_activations, "a forward that is recomputed is captured otherwise"
         # Gathered rows may be summed in another order, and whether a pass is captured depends on timing.
         # Their capture begins with a pass that runs, whose sums over shards no other shard would expect.
         gathers = not are_kernels_deterministic() and self.adapted.team is None
-        capturable = flight.sample_keys is None and self._banks.is_capturable(flight.laid.microbatch, gathers)
+        capturable = in_flight.sample_keys is None and self._banks.is_capturable(
+            in_flight.device_microbatch.microbatch, gathers
+        )
         if self._recompute.tile_rows or not capturable:
-            return self._plain.forward(visit, flight, input_TD, keep)
+            return self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         context = self.adapted.base.shape.context
-        key = make_graph_key(flight.laid, self._banks, self._recompute, context)
-        is_new = (key, visit.stage) not in self._seen
-        self._seen.add((key, visit.stage))
+        key = make_graph_key(in_flight.device_microbatch, self._banks, self._recompute, context)
+        is_new = (key, visit.stage) not in self._seen_keys
+        self._seen_keys.add((key, visit.stage))
         before = self._captures
-        place = None if is_new else self._find_or_capture(visit.stage, key, flight.laid)
+        place = None if is_new else self._find_or_capture(visit.stage, key, in_flight.device_microbatch)
         began = self._clock.mark()
         if place is None:
-            h_TD = self._plain.forward(visit, flight, input_TD, keep)
+            h_TD = self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         else:
             self._replayed[visit] = place
-            h_TD = self._graphs[place].forward(flight.laid, input_TD)
+            h_TD = self._graphs[place].forward(in_flight.device_microbatch, input_TD)
         if not is_new:
-            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, is_replayed=place is not None)
+            self._watched_passes[visit] = WatchedPass(
+                (key, visit.stage), key.rows, is_replayed=place is not None
+            )
             self._record_span(visit, began)
-        flight.pass_times.settled &= not is_new and self._captures == before
+        in_flight.pass_times.is_typical &= not is_new and self._captures == before
         return h_TD
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         place = self._replayed.pop(visit, None)
         began = self._clock.mark()
         if place is None:
-            dinput_TD = self._plain.backward(visit, flight, input_TD, dh_TD)
+            dinput_TD = self._plain.backward(visit, in_flight, input_TD, dh_TD)
         else:
             dinput_TD = self._graphs[place].backward(dh_TD)
-        if visit in self._timed:
+        if visit in self._watched_passes:
             self._record_span(visit, began)
-            self._payback.watch(self._timed.pop(visit))
+            self._payback.watch(self._watched_passes.pop(visit))
         return dinput_TD
 
     def _record_span(self, visit: StageVisit, start: Moment) -> None:
-        self._timed[visit].spans.append(DeviceSpan(start, self._clock.mark()))
+        self._watched_passes[visit].spans.append(DeviceSpan(start, self._clock.mark()))
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
-        return self._plain.evaluate(visit, flight, input_TD)
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visit, in_flight, input_TD)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one. Each
-        microbatch keeps its graph and its instance."""
-        self._plain.inherit(numbers)
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one. Each microbatch keeps its graph and its instance."""
+        self._plain.renumber_microbatches(numbers)
         self._replayed = renumber_visits(self._replayed, numbers)
-        self._timed = renumber_visits(self._timed, numbers)
+        self._watched_passes = renumber_visits(self._watched_passes, numbers)
 
     def abandon(self) -> None:
         self._plain.abandon()
         self._replayed.clear()
-        self._timed.clear()
+        self._watched_passes.clear()
         self._graphs.clear()
         self._pools.clear()
 
-    def _find_or_capture(self, stage: int, key: GraphKey, laid: DeviceMicrobatch) -> GraphPlace | None:
+    def _find_or_capture(
+        self, stage: int, key: GraphKey, device_microbatch: DeviceMicrobatch
+    ) -> GraphPlace | None:
         """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
         capture does not pay off."""
         busy = set(self._replayed.values())
@@ -159,7 +167,7 @@ class CapturedPasses:
         while len(self._pools) <= instance:
             self._pools.append(torch.cuda.graph_pool_handle())
         began = time.perf_counter()
-        graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], laid)
+        graph = Graph(self.stages[stage], self._banks, key, self._pools[instance], device_microbatch)
         self._graphs[place] = graph
         self._payback.record_capture(time.perf_counter() - began)
         self._captures += 1
@@ -170,18 +178,20 @@ class Graph:
     """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
     replayed."""
 
-    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any, laid: DeviceMicrobatch) -> None:
-        """Capture the pass. `laid` is any microbatch that has this key."""
+    def __init__(
+        self, base: Base, banks: Banks, key: GraphKey, pool: Any, device_microbatch: DeviceMicrobatch
+    ) -> None:
+        """Capture the pass. `device_microbatch` is any microbatch that has this key."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        shape = (0 if base.first else key.rows, base.shape.hidden)
+        shape = (0 if base.is_first else key.rows, base.shape.hidden)
         self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
-        self._hands_on, self._takes = not base.last, not base.first
+        self._hands_on, self._takes = not base.is_last, not base.is_first
         """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
-        with banks.bound(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
-            if key.gathered:
-                self._run_uncaptured(base, laid)
+        with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
+            if key.gathered_jobs:
+                self._run_uncaptured(base, device_microbatch)
             with capture_graph(self._forward, pool, stream):
                 input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, input_TD)
@@ -196,20 +206,20 @@ class Graph:
                         self._input_TD.copy_(input_TD.grad)
         self._h_TD = h_TD.detach()
 
-    def _run_uncaptured(self, base: Base, laid: DeviceMicrobatch) -> None:
+    def _run_uncaptured(self, base: Base, device_microbatch: DeviceMicrobatch) -> None:
         """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
         gradient is zero, so no job's gradient changes."""
-        self._inputs.fill(laid)
+        self._inputs.fill(device_microbatch)
         input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, input_TD)
         if h_TD.requires_grad:
             h_TD.backward(torch.zeros_like(h_TD))
 
-    def forward(self, laid: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
+    def forward(self, device_microbatch: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
         """Replay the forward and return the hidden states. At the last stage they stay valid until
         `backward`. At other stages they are a copy, which may be sent while the graph is replayed for another
         microbatch."""
-        self._inputs.fill(laid)
+        self._inputs.fill(device_microbatch)
         if input_TD is not None:
             self._input_TD.copy_(input_TD)
         self._forward.replay()
@@ -274,7 +284,7 @@ class GraphPool:
 
     def capture(self, work: Work) -> Work:
         # The allocator releases nothing during a capture.
-        release(self._device)
+        release_cached_memory(self._device)
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
@@ -294,4 +304,4 @@ class GraphPool:
     def clear(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self.held_bytes = 0
-        release(self._device)
+        release_cached_memory(self._device)

@@ -33,8 +33,8 @@ class HostCopies:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._gone: dict[Hashable, torch.cuda.Event] = {}
-        self._there: dict[Hashable, torch.cuda.Event] = {}
+        self._copy_out_events: dict[Hashable, torch.cuda.Event] = {}
+        self._copy_in_events: dict[Hashable, torch.cuda.Event] = {}
 
     def copy_out(self, key: Hashable, input_TD: Tensor, host_TD: Tensor) -> None:
         if not self._on_gpu:
@@ -46,11 +46,11 @@ class HostCopies:
             rows = max(1, CHUNK_BYTES // input_TD[:1].nbytes)
             for given, host in zip(input_TD.split(rows), host_TD.split(rows), strict=True):
                 host.copy_(given, non_blocking=True)
-            self._gone[key] = recorded_event()
+            self._copy_out_events[key] = recorded_event()
 
     def await_copy_out(self, key: Hashable) -> None:
         """Make the compute stream wait for the tensor's copy to the host, so that it may be freed."""
-        self._wait_for_copy(self._gone.pop(key, None))
+        self._wait_for_copy(self._copy_out_events.pop(key, None))
 
     def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
@@ -62,19 +62,19 @@ class HostCopies:
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             here_TD.copy_(host_TD, non_blocking=True)
-            self._there[key] = recorded_event()
+            self._copy_in_events[key] = recorded_event()
         return here_TD
 
     def await_copy_in(self, key: Hashable) -> None:
         """Make the compute stream wait until the copy from the host may be read."""
-        self._wait_for_copy(self._there.pop(key, None))
+        self._wait_for_copy(self._copy_in_events.pop(key, None))
 
     def finish(self) -> None:
         """Wait until all copies are complete."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        self._gone.clear()
-        self._there.clear()
+        self._copy_out_events.clear()
+        self._copy_in_events.clear()
 
     def _copy_and_time(self, target_TD: Tensor, source_TD: Tensor) -> None:
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class HostCopies:
         if copied is not None:
             ready = recorded_event()
             torch.cuda.current_stream().wait_event(copied)
-            self._waited.note(ready, copied)
+            self._waited.record_wait(ready, copied)
 
 
 class HostStore:
@@ -95,57 +95,57 @@ class HostStore:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = HostCopies(device, Waited())
-        self._rooms: dict[tuple[int, int], Tensor] = {}
+        self._host_buffers: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
-        self._waiting: dict[tuple[int, int], Tensor] = {}
+        self._host_values: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to the vector's values in host memory, until they are requested
         back."""
-        self._leaving: dict[tuple[int, int], Tensor] = {}
+        self._outgoing: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
         complete."""
-        self._coming: dict[tuple[int, int], Tensor] = {}
+        self._incoming: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
         """Start to copy a vector to the host. Return a function that copies it back and returns it on the
         device; it may be called once. The next `free_copied` releases the vector's memory on the device;
         until then the vector must not be changed."""
-        key = layer, sum(1 for owner, _ in self._waiting if owner == layer)
-        if key not in self._rooms or self._rooms[key].nbytes < vector.nbytes:
-            self._rooms.pop(key, None)
-            [self._rooms[key]] = host_vectors([(vector.nbytes, torch.uint8)], self._device)
-        self._waiting[key] = self._rooms[key][: vector.nbytes].view(vector.dtype)
-        self._copies.copy_out(key, vector, self._waiting[key])
-        self._leaving[key] = vector
+        key = layer, sum(1 for owner, _ in self._host_values if owner == layer)
+        if key not in self._host_buffers or self._host_buffers[key].nbytes < vector.nbytes:
+            self._host_buffers.pop(key, None)
+            [self._host_buffers[key]] = host_vectors([(vector.nbytes, torch.uint8)], self._device)
+        self._host_values[key] = self._host_buffers[key][: vector.nbytes].view(vector.dtype)
+        self._copies.copy_out(key, vector, self._host_values[key])
+        self._outgoing[key] = vector
 
         def fetch() -> Tensor:
             self.request(layer)
             self._copies.await_copy_in(key)
-            return self._coming.pop(key)
+            return self._incoming.pop(key)
 
         return fetch
 
     def free_copied(self) -> None:
         """Release the device memory of all stored vectors. Later work of the device waits until they have
         been copied to the host."""
-        for key in self._leaving:
+        for key in self._outgoing:
             self._copies.await_copy_out(key)
-        self._leaving.clear()
+        self._outgoing.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
         """Start to copy the stored vectors of a layer, or its first `count`, back to the device."""
-        for key in [key for key in self._waiting if key[0] == layer][:count]:
+        for key in [key for key in self._host_values if key[0] == layer][:count]:
             self.free_copied()
-            self._coming[key] = self._copies.copy_in(key, self._waiting.pop(key))
+            self._incoming[key] = self._copies.copy_in(key, self._host_values.pop(key))
 
     def release(self) -> None:
         """Free the host memory, which no microbatch needs any longer."""
-        assert not self._waiting, "vectors still wait on the host"
+        assert not self._host_values, "vectors still wait on the host"
         self._copies.finish()
-        self._rooms.clear()
+        self._host_buffers.clear()
 
     def forget(self) -> None:
-        """Drop the vectors of an unfinished microbatch."""
+        """Drop the stored vectors of a microbatch whose backward will not run."""
         self._copies.finish()
-        for tensors in (self._waiting, self._leaving, self._coming):
+        for tensors in (self._host_values, self._outgoing, self._incoming):
             tensors.clear()

@@ -44,10 +44,11 @@ ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
-    """The decoder layers of a base of a known family; empty for other families."""
+    """The decoder layers of a base of a known family, whose forwards can be replaced by fused ops. Empty for
+    other families."""
 
     def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
-        """`team` is given if the layers are divided into shards."""
+        """`team` are the workers that divide every layer into shards, or None."""
         self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
@@ -66,9 +67,9 @@ class Layers:
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
-        self._norms = base.last
+        self._norms = base.is_last
         """Whether this worker also holds the final norm of the model."""
-        self.fused: list[FusedLayer] = []
+        self.fused_layers: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
         self._angles: list[Angle] | None = None
         """List to which the layers add the angles of their rotary embedding instead of computing anything.
@@ -77,7 +78,7 @@ class Layers:
         self.mixes = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
-        self.capturable = served and not self.mixes and (team is None or team.is_capturable)
+        self.can_capture = served and not self.mixes and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
         them."""
 
@@ -93,7 +94,7 @@ class Layers:
             return
         for index, module in enumerate(self.modules):
             module.forward = FusedLayer(self, index, banks, self._config, self._facts)
-            self.fused.append(module.forward)
+            self.fused_layers.append(module.forward)
         if self.modules and self._norms:
             norm = self._decoder.norm
             self.final_norm = FusedNorm(norm, self._facts)
@@ -131,7 +132,7 @@ class Layers:
 
     def unfuse(self) -> None:
         """Restore the original forward of every layer, of the final norm and of the rotary embedding."""
-        self.fused = []
+        self.fused_layers = []
         for module in self.modules:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
@@ -154,21 +155,26 @@ class FusedLayer:
         self._rule = Rule(attention.scaling, window, None)
         names = (*facts.norms, *(facts.head_norms or ()))
         norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
-        self._before_attention, self._before_mlp = norms[facts.before_attention], norms[facts.before_mlp]
-        self._after_attention = norms[facts.after_attention] if facts.after_attention else None
-        self._after_mlp = norms[facts.after_mlp] if facts.after_mlp else None
+        self._before_attention, self._before_mlp = (
+            norms[facts.norm_before_attention],
+            norms[facts.norm_before_mlp],
+        )
+        self._after_attention = norms[facts.norm_after_attention] if facts.norm_after_attention else None
+        self._after_mlp = norms[facts.norm_after_mlp] if facts.norm_after_mlp else None
         self._head_norms = [norms[name] for name in facts.head_norms or ()]
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
         self._sum_over_shards = layers.sum_over_shards
         adds = self._sum_over_shards is None
         self._o = banks.linear(
-            f"{path}.{facts.output_projection}", adds_residual=adds and facts.after_attention is None
+            f"{path}.{facts.output_projection}", adds_residual=adds and facts.norm_after_attention is None
         )
         self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
         if not layers.mixes:
             self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-            self._down = banks.linear(f"{path}.{facts.down}", adds_residual=adds and facts.after_mlp is None)
+            self._down = banks.linear(
+                f"{path}.{facts.down}", adds_residual=adds and facts.norm_after_mlp is None
+            )
 
     def __call__(
         self,
@@ -221,7 +227,7 @@ class FusedLayer:
         keep = Keep(
             self._index,
             keeps_all=not self._is_recomputed,
-            attention=recompute.keeps_attention,
+            keeps_attention=recompute.keeps_attention,
             host=layers.host if self._index < recompute.offloaded_layers else None,
         )
         parts = TiledParts(
@@ -309,9 +315,9 @@ class FusedLayer:
 
 
 @contextmanager
-def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """Within the context, if `recomputes`, make autograd save the function `make`, which recomputes `output`,
-    instead of the tensor `output`."""
+def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
+    """Within the context, if `recomputes`, make autograd save the function `recompute`, which returns
+    `output` again, instead of the tensor `output`."""
     if not recomputes:
         yield
         return
@@ -321,7 +327,7 @@ def recompute_saved(output: Tensor, make: Callable[[], Tensor], recomputes: bool
     del output
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        return make if (tensor.data_ptr(), tensor.shape) == known else tensor
+        return recompute if (tensor.data_ptr(), tensor.shape) == known else tensor
 
     def unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
         return saved if isinstance(saved, Tensor) else saved()

@@ -61,14 +61,15 @@ class _Graph:
 class _OpenPass:
     """A pass that has begun with its first half layer and has not ended."""
 
-    flight: InFlight
+    in_flight: InFlight
     membership: Membership
-    embedded: GradientEdge | None
+    embedding_end: GradientEdge | None
     """End of the graph that computes the embeddings. None if no job trains any of them."""
     angles: Sequence[Angle]
     residual_TD: Tensor
-    """Residual to which the result of `sum` will be added; in the backward, the gradient of the residual."""
-    sum: _StartedSum | None = None
+    """Residual to which the result of `pending_sum` will be added; in the backward, the gradient of the
+    residual."""
+    pending_sum: _StartedSum | None = None
     """Sum over the shards that the last half layer has started. None before the first half layer."""
     norm_graphs: list[_Graph] = field(default_factory=list)
     """For each half layer, the graph of the residual addition and the norm. The last graph is that of the
@@ -77,8 +78,8 @@ class _OpenPass:
     """For each half layer, the graph of its linears, from the normalised input to the output."""
 
     def finished_sum(self) -> Tensor:
-        assert self.sum is not None, "a sum is under way after every half layer"
-        return self.sum.result()
+        assert self.pending_sum is not None, "a sum is under way after every half layer"
+        return self.pending_sum.result()
 
 
 class OverlappedPasses:
@@ -104,79 +105,85 @@ class OverlappedPasses:
         """Drop all open passes."""
         self._open.clear()
 
-    def forward_half(self, visit: StageVisit, flight: InFlight, index: int) -> None:
+    def forward_half(self, visit: StageVisit, in_flight: InFlight, index: int) -> None:
         """Compute half a layer and start the sum of its output. The first half also computes the
         embeddings."""
         if index == 0:
-            self._open[visit] = self._begin_pass(flight)
-        one, layer, is_feed_forward = self._open[visit], self._layers.fused[index // 2], index % 2 == 1
-        h_TD, leaves = self._add_residual(one, index)
+            self._open[visit] = self._begin_pass(in_flight)
+        open_pass, layer, is_feed_forward = (
+            self._open[visit],
+            self._layers.fused_layers[index // 2],
+            index % 2 == 1,
+        )
+        h_TD, leaves = self._add_residual(open_pass, index)
         skip_TD, n_TD = layer.normalise_half(is_feed_forward, h_TD)
-        one.norm_graphs.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
+        open_pass.norm_graphs.append(_Graph(leaves, (get_gradient_edge(skip_TD), get_gradient_edge(n_TD))))
         given_TD = n_TD.detach().requires_grad_()
-        with self._apply_adapters(one):
-            y_TD = layer.run_half(is_feed_forward, given_TD, one.angles[index // 2], one.membership.pack)
-        one.half_graphs.append(_Graph((given_TD,), (get_gradient_edge(y_TD),)))
-        one.residual_TD = skip_TD.detach()
-        one.sum = self._launch_sum(y_TD.detach().clone(memory_format=torch.contiguous_format))
+        with self._apply_adapters(open_pass):
+            y_TD = layer.run_half(
+                is_feed_forward, given_TD, open_pass.angles[index // 2], open_pass.membership.pack
+            )
+        open_pass.half_graphs.append(_Graph((given_TD,), (get_gradient_edge(y_TD),)))
+        open_pass.residual_TD = skip_TD.detach()
+        open_pass.pending_sum = self._launch_sum(y_TD.detach().clone(memory_format=torch.contiguous_format))
 
     def end_forward(self, visit: StageVisit) -> Tensor:
         """End the forward and return the last hidden states, after the final norm."""
-        one, norm = self._open[visit], self._layers.final_norm
+        open_pass, norm = self._open[visit], self._layers.final_norm
         assert norm is not None, "the only stage has the final norm"
-        h_TD, leaves = self._add_residual(one, len(one.half_graphs))
+        h_TD, leaves = self._add_residual(open_pass, len(open_pass.half_graphs))
         n_TD = norm(h_TD)
-        one.norm_graphs.append(_Graph(leaves, (get_gradient_edge(n_TD),)))
-        one.sum = None
+        open_pass.norm_graphs.append(_Graph(leaves, (get_gradient_edge(n_TD),)))
+        open_pass.pending_sum = None
         return n_TD
 
     def begin_backward(self, visit: StageVisit, dn_TD: Tensor) -> None:
         """Begin the backward with the gradient of the last hidden states."""
-        self._open[visit].sum = _StartedSum(dn_TD, lambda: None)
+        self._open[visit].pending_sum = _StartedSum(dn_TD, lambda: None)
 
     def backward_half(self, visit: StageVisit, index: int) -> None:
         """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
         the gradient of its input over the shards."""
-        one = self._open[visit]
-        one.residual_TD, dy_TD = self._add_residual_backward(one)
-        with self._apply_adapters(one):
-            (dgiven_TD,) = one.half_graphs.pop().backward((dy_TD,))
-        assert len(one.half_graphs) == index, "half layers run backwards in the reverse order"
-        one.sum = self._launch_sum(dgiven_TD.contiguous())
+        open_pass = self._open[visit]
+        open_pass.residual_TD, dy_TD = self._add_residual_backward(open_pass)
+        with self._apply_adapters(open_pass):
+            (dgiven_TD,) = open_pass.half_graphs.pop().backward((dy_TD,))
+        assert len(open_pass.half_graphs) == index, "half layers run backwards in the reverse order"
+        open_pass.pending_sum = self._launch_sum(dgiven_TD.contiguous())
 
     def end_backward(self, visit: StageVisit) -> None:
         """End the backward at the embeddings."""
-        one = self._open.pop(visit)
-        (dh_TD,) = self._add_residual_backward(one)
-        if one.embedded is not None:
-            with self._apply_adapters(one):
-                torch.autograd.backward((one.embedded,), (dh_TD,))
+        open_pass = self._open.pop(visit)
+        (dh_TD,) = self._add_residual_backward(open_pass)
+        if open_pass.embedding_end is not None:
+            with self._apply_adapters(open_pass):
+                torch.autograd.backward((open_pass.embedding_end,), (dh_TD,))
 
-    def _begin_pass(self, flight: InFlight) -> _OpenPass:
-        membership = flight.membership(self._adapted)
-        banks, microbatch = self._adapted.banks, flight.laid.microbatch
-        with banks.bound(microbatch, self._adapted.route, True, membership.rows):
+    def _begin_pass(self, in_flight: InFlight) -> _OpenPass:
+        membership = in_flight.membership(self._adapted)
+        banks, microbatch = self._adapted.banks, in_flight.device_microbatch.microbatch
+        with banks.bind(microbatch, self._adapted.route, True, membership.rows):
             h_TD, angles = self._layers.compute_inputs(microbatch, membership.pack)
-        embedded = get_gradient_edge(h_TD) if h_TD.requires_grad else None
-        return _OpenPass(flight, membership, embedded, angles, h_TD.detach())
+        embedding_end = get_gradient_edge(h_TD) if h_TD.requires_grad else None
+        return _OpenPass(in_flight, membership, embedding_end, angles, h_TD.detach())
 
-    def _add_residual(self, one: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _add_residual(self, open_pass: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the residual plus the summed output of the previous half layer, which is the input of the
         next norm, and the leaves of the graph that computes it."""
-        residual_TD = one.residual_TD.detach().requires_grad_()
+        residual_TD = open_pass.residual_TD.detach().requires_grad_()
         if index == 0:
             return residual_TD, (residual_TD,)
-        y_TD = one.finished_sum().requires_grad_()
+        y_TD = open_pass.finished_sum().requires_grad_()
         before = index - 1
-        h_TD = self._layers.fused[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
+        h_TD = self._layers.fused_layers[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
         return h_TD, (residual_TD, y_TD)
 
-    def _add_residual_backward(self, one: _OpenPass) -> tuple[Tensor, ...]:
+    def _add_residual_backward(self, open_pass: _OpenPass) -> tuple[Tensor, ...]:
         """Run the backward of the last graph in `norm_graphs`. Return the gradients of the residual and the
         summed output."""
-        joint, dn_TD = one.norm_graphs.pop(), one.finished_sum()
+        joint, dn_TD = open_pass.norm_graphs.pop(), open_pass.finished_sum()
         ends_with_norm = len(joint.ends) == 1
-        return joint.backward((dn_TD,) if ends_with_norm else (one.residual_TD, dn_TD))
+        return joint.backward((dn_TD,) if ends_with_norm else (open_pass.residual_TD, dn_TD))
 
     def _launch_sum(self, values_TD: Tensor) -> _StartedSum:
         return _StartedSum(values_TD, self._start_sum(values_TD))
@@ -193,7 +200,9 @@ class OverlappedPasses:
         assert self._adapted.layers is not None
         return self._adapted.layers
 
-    def _apply_adapters(self, one: _OpenPass) -> AbstractContextManager[None]:
+    def _apply_adapters(self, open_pass: _OpenPass) -> AbstractContextManager[None]:
         """Return a context in which the adapters of the jobs in this microbatch apply."""
         adapted = self._adapted
-        return adapted.banks.bound(one.flight.laid.microbatch, adapted.route, True, one.membership.rows)
+        return adapted.banks.bind(
+            open_pass.in_flight.device_microbatch.microbatch, adapted.route, True, open_pass.membership.rows
+        )

@@ -36,8 +36,8 @@ class Payback:
         self._capture_seconds = 0.0
         self._row_seconds = float("inf")
         """Minimum seconds per row of a replayed pass."""
-        self._lost: dict[Hashable, float] = defaultdict(float)
-        self._under_way: list[WatchedPass] = []
+        self._lost_seconds: dict[Hashable, float] = defaultdict(float)
+        self._running_passes: list[WatchedPass] = []
 
     def should_capture(self, key: Hashable) -> bool:
         """Return whether to capture passes of this key now. The first pass is always captured, to measure the
@@ -45,7 +45,7 @@ class Payback:
         if self._at_once or not self._captures:
             return True
         self._record_finished()
-        return self._lost[key] >= self._capture_seconds / self._captures
+        return self._lost_seconds[key] >= self._capture_seconds / self._captures
 
     def record_capture(self, seconds: float) -> None:
         self._captures += 1
@@ -54,21 +54,21 @@ class Payback:
     def watch(self, watched_pass: WatchedPass) -> None:
         """Add a pass whose time is counted after the device has finished it."""
         if not self._at_once:
-            self._under_way.append(watched_pass)
+            self._running_passes.append(watched_pass)
 
     def _record_finished(self) -> None:
         still = []
-        for one in self._under_way:
+        for one in self._running_passes:
             if one.is_over():
                 self.record_pass(
                     one.key, one.rows, sum(span.seconds() for span in one.spans), one.is_replayed
                 )
             else:
                 still.append(one)
-        self._under_way = still
+        self._running_passes = still
 
     def record_pass(self, key: Hashable, rows: int, seconds: float, is_replayed: bool) -> None:
         if is_replayed:
             self._row_seconds = min(self._row_seconds, seconds / rows)
         elif self._row_seconds < float("inf"):
-            self._lost[key] += max(0.0, seconds - self._row_seconds * rows)
+            self._lost_seconds[key] += max(0.0, seconds - self._row_seconds * rows)

@@ -29,7 +29,7 @@ class PlainPasses:
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
-        self.open: dict[StageVisit, Any] = {}
+        self.open_passes: dict[StageVisit, Any] = {}
         """Passes that wait for their backward: `Plain` objects, or captured graphs with the same methods."""
 
     @property
@@ -49,53 +49,59 @@ class PlainPasses:
                 layers.host.release()
 
     def begin_round(self) -> None:
-        """Prepare for a round of microbatches. No microbatch may be in flight."""
+        """Prepare for the next round of microbatches. None may be in flight when this is called."""
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
-        """Return the output of a stage's forward, given the previous stage's output. If `keep`, its
-        activations are kept until `backward`."""
-        assert visit not in self.open, "a pass is still open"
-        passed = self._make_pass(visit, flight, input_TD)
-        if not keep:
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
+        """Return the output of a stage's forward, given the previous stage's output. If `keeps_activations`,
+        its activations are kept until `backward`."""
+        assert visit not in self.open_passes, "a pass is still open"
+        passed = self._make_pass(visit, in_flight, input_TD)
+        if not keeps_activations:
             return passed.forward_only()
-        self.open[visit] = passed
+        self.open_passes[visit] = passed
         return passed.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
         """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
         `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
-        passed = self.open.pop(visit, None)
+        passed = self.open_passes.pop(visit, None)
         if passed is None:
-            passed = self._make_pass(visit, flight, input_TD)
+            passed = self._make_pass(visit, in_flight, input_TD)
             passed.forward()
         passed.backward(dh_TD)
         return None if input_TD is None else passed.dinput_TD
 
     @torch.no_grad()
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
         """Return the stage's output, computed without dropout and without gradients."""
-        return self._make_pass(visit, flight, input_TD).forward(training=False)
+        return self._make_pass(visit, in_flight, input_TD).forward(training=False)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
-        self.open = renumber_visits(self.open, numbers)
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one."""
+        self.open_passes = renumber_visits(self.open_passes, numbers)
 
     def abandon(self) -> None:
-        """Drop passes that wait for their backward, and free optional memory such as captured graphs."""
-        self.open.clear()
+        """Drop all passes that wait for their backward, and free memory that is not required, such as that of
+        captured graphs."""
+        self.open_passes.clear()
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
 
-    def _make_pass(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Plain:
+    def _make_pass(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Plain:
         given = None if input_TD is None else input_TD.detach()
         adapted = self.adapted
         base = self.stages[visit.stage]
         tiled = adapted.layers is not None and adapted.layers.recompute.tile_rows > 0
-        tiled &= flight.sample_keys is None
-        membership = flight.membership(adapted, tiled)
-        return Plain(base, adapted.banks, flight.laid, adapted.route, membership, given, tiled)
+        tiled &= in_flight.sample_keys is None
+        membership = in_flight.membership(adapted, tiled)
+        return Plain(
+            base, adapted.banks, in_flight.device_microbatch, adapted.route, membership, given, tiled
+        )
 
 
 class Plain:
@@ -105,14 +111,14 @@ class Plain:
         self,
         base: Base,
         banks: Banks,
-        laid: DeviceMicrobatch,
+        device_microbatch: DeviceMicrobatch,
         route: Route,
         membership: Membership,
         input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
         """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
-        self._base, self._banks, self._laid, self._route = base, banks, laid, route
+        self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
         """The node at which the backward starts, the end of the autograd graph of the forward. None if no job
@@ -140,7 +146,7 @@ class Plain:
 
     def _bind_adapters(self, training: bool) -> AbstractContextManager[None]:
         microbatch, rows = self._laid.microbatch, self._membership.rows
-        return self._banks.bound(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
+        return self._banks.bind(microbatch, self._route, training, rows, in_tiles=self._in_tiles)
 
     @property
     def dinput_TD(self) -> Tensor:

@@ -43,7 +43,8 @@ class TiledParts:
     """Function that returns the attention [T, H, E] of all rows of the microbatch."""
     finish_layer: Callable[[Tensor, Tensor, bool], Tensor]
     """Function of a tile's residual and output of attention, which returns the output of the layer. If the
-    flag is set, only the autograd graph of the output is needed, and its values may be arbitrary."""
+    third argument is True, only the autograd graph of the output is needed, and its values may be
+    arbitrary."""
     tile_adapters: Callable[[slice], AbstractContextManager[None]]
     """Function that returns a context in which the adapters apply to a tile's rows."""
 
@@ -55,14 +56,14 @@ class Keep:
     layer: int
     keeps_all: bool = False
     """Whether all activations are kept, so that nothing is recomputed."""
-    attention: bool = False
+    keeps_attention: bool = False
     """Whether the output of attention is kept, so that attention is not recomputed."""
     host: HostStore | None = None
     """Store in host memory for the input and the output of attention. None keeps them on the device."""
 
-    def stored(self, tensor: Tensor) -> Fetch:
-        """Keep a tensor, including the whole storage of which it is a view, and return a function that
-        returns it. The function may be called once."""
+    def store_tensor(self, tensor: Tensor) -> Fetch:
+        """Keep a tensor, with the whole storage of which it is a view, on the device or the host. Return a
+        function that returns it; this function may be called once."""
         if self.host is None:
             return lambda: tensor
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -143,7 +144,7 @@ class _LayerPass:
         keep, h_TD = self._keep, h_TD.detach()
         if keep.host is not None:
             keep.host.free_copied()
-        self._input = keep.stored(h_TD)
+        self._input = keep.store_tensor(h_TD)
         if keep.keeps_all:
             with torch.enable_grad():
                 qkv = self._run_fronts(h_TD, self._fronts)
@@ -151,7 +152,7 @@ class _LayerPass:
                 self._attention.saved.qkv = qkv
                 self._rests = list(self._rest_graphs(h_TD, attention_THE))
             return self._collect_outputs(h_TD, self._rests)
-        if not keep.attention:
+        if not keep.keeps_attention:
             return self.output(h_TD)
         qkv = self._run_fronts(h_TD)
         self._attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, keep)
@@ -290,7 +291,7 @@ class _SavedTensors:
             return tensor
         if saved.address not in self._stored:
             flat = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
-            self._stored[saved.address] = self._keep.stored(flat)
+            self._stored[saved.address] = self._keep.store_tensor(flat)
         return saved
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
@@ -324,8 +325,8 @@ class _Saved:
 
 
 class _Given(torch.autograd.Function):
-    """A function whose forward returns its tensors unchanged. Its backward puts their gradients into a list,
-    so that the graph holds no leaf tensors."""
+    """An autograd function that returns its input tensors unchanged. Its backward puts their gradients into a
+    list, so that the graph holds no leaf tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

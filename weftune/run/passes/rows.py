@@ -46,12 +46,12 @@ class DeviceMicrobatch:
     memory."""
     rows_S: Tensor
     sections: list[int]
-    supervised: NDArray[np.int64]
+    supervised_rows: NDArray[np.int64]
     """Indices of the supervised rows, in host memory."""
 
     def count_supervised(self, start: int, stop: int) -> int:
         """Return the number of supervised rows among the rows from `start` to `stop`."""
-        first, end = np.searchsorted(self.supervised, (start, stop))
+        first, end = np.searchsorted(self.supervised_rows, (start, stop))
         return int(end - first)
 
 
@@ -59,17 +59,17 @@ def to_device_microbatch(
     microbatch: Microbatch, rows: int, device: torch.device, context: int = 0
 ) -> DeviceMicrobatch:
     """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
-    sample of a microbatch may be padded to at most `context` rows (see `padded`)."""
+    sample of a microbatch may be padded to at most `context` rows (see `pad_microbatch`)."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
-    full = padded(microbatch, rows, context)
+    full = pad_microbatch(microbatch, rows, context)
     return DeviceMicrobatch(
         full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections, rows_S.numpy()
     )
 
 
-def padded(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
+def pad_microbatch(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
     """Return the microbatch padded to `rows` rows with additional samples, which are no longer than its
     longest sample. If it has only one sample, that sample is itself padded, up to `context` rows: no row
     attends to a later one, and the attention of a single sample has faster kernels."""
@@ -100,19 +100,19 @@ class Membership:
 
 
 def build_membership(
-    base: Base, banks: Banks, laid: DeviceMicrobatch, route: Route, in_tiles: bool = False
+    base: Base, banks: Banks, device_microbatch: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
     """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
     `in_tiles`, rows are assigned to jobs later, tile by tile."""
     rows = None
     if route is Route.tiled and not in_tiles:
-        rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
-        rows.fill(banks.slot_rows(laid.microbatch), laid.token_index)
-    packed = pack(laid.microbatch.sample_lengths, base.device)
+        rows = Rows.empty(device_microbatch.microbatch.rows, banks.slots, base.device)
+        rows.fill(banks.slot_rows(device_microbatch.microbatch), device_microbatch.token_index)
+    packed = pack(device_microbatch.microbatch.sample_lengths, base.device)
     if are_kernels_deterministic():
         packed = bucket_pack(packed, base.shape.context)
-    if jobs := banks.keys_before(laid.microbatch):
-        packed = with_prefixes(packed, *_prefix_ranges(laid.microbatch, jobs), banks.read_keys)
+    if jobs := banks.keys_before(device_microbatch.microbatch):
+        packed = with_prefixes(packed, *_prefix_ranges(device_microbatch.microbatch, jobs), banks.read_keys)
     return Membership(rows, packed)
 
 
@@ -140,8 +140,8 @@ def bucket_pack(samples: Pack, context: int) -> Pack:
         return samples
     empty = bucket(len(samples.lengths), 1) - len(samples.lengths)
     boundaries_B = pad(samples.boundaries, (0, empty), value=sum(samples.lengths))
-    longest = longest_bucket(samples.longest, context)
-    return replace(samples, boundaries=boundaries_B, longest=longest, is_separated=False)
+    longest = longest_bucket(samples.max_length, context)
+    return replace(samples, boundaries=boundaries_B, max_length=longest, is_separated=False)
 
 
 def bucket(value: int, min_value: int) -> int:
@@ -156,7 +156,7 @@ def longest_bucket(longest: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A pass of a microbatch over a stage: the indices of both."""
+    """A pass of one microbatch over one stage, identified by the indices of the two."""
 
     microbatch: int
     stage: int
@@ -166,8 +166,8 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return the mapping with new microbatch indices in its keys. `numbers` maps each old index to the new
-    one."""
+    """Return a copy of `visits` with new microbatch indices in its keys. `numbers` maps each old index to the
+    new one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 
@@ -178,7 +178,7 @@ class TimedPass:
 
     plan: MicrobatchPlan
     training: bool
-    settled: bool = True
+    is_typical: bool = True
     """Whether the time of the pass is typical. False if kernels were compiled or a graph was captured during
     the pass."""
     forward: list[DeviceSpan] = field(default_factory=list)
@@ -189,7 +189,7 @@ class TimedPass:
 class InFlight:
     """A microbatch that has entered the stages of this worker and not yet left the last of them."""
 
-    laid: DeviceMicrobatch
+    device_microbatch: DeviceMicrobatch
     pass_times: TimedPass
     sample_keys: SampleKeys | None = None
     """Attention keys and values of a long sample, if the microbatch is a chunk of that sample."""
@@ -200,20 +200,22 @@ class InFlight:
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
         """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
         if self._membership is None:
-            found = build_membership(adapted.base, adapted.banks, self.laid, adapted.route, in_tiles)
+            found = build_membership(
+                adapted.base, adapted.banks, self.device_microbatch, adapted.route, in_tiles
+            )
             self._membership = (
                 found if self.sample_keys is None else self._add_earlier_keys(found, adapted.banks)
             )
         return self._membership
 
     def _add_earlier_keys(self, membership: Membership, banks: Banks) -> Membership:
-        """Return the membership (the jobs and samples of the rows) of a chunk, whose rows also attend to the
-        keys of the sample's earlier chunks."""
+        """Return the membership (jobs and sample boundaries of the rows) for a chunk of a long sample,
+        extended so that its rows also attend to the keys of the sample's earlier chunks."""
         chunk = self.pass_times.plan.chunk
         assert chunk is not None
         assert chunk.chunk_start is not None
         assert self.sample_keys is not None
-        prefix_keys = [keys for _, keys in banks.keys_before(self.laid.microbatch)]
+        prefix_keys = [keys for _, keys in banks.keys_before(self.device_microbatch.microbatch)]
         read_prefix = banks.read_keys if prefix_keys else None
         cache = ChunkKeys(self.sample_keys, chunk.chunk_start, sum(prefix_keys), read_prefix)
         return replace(membership, pack=replace(membership.pack, prefixes=None, cache=cache))

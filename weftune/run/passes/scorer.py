@@ -23,7 +23,7 @@ from weftune.core.shapes import SCORE
 from weftune.core.weights import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead, mean_metrics
 from weftune.objectives.sft import SFT
-from weftune.ops.logprobs import run_counts, run_sums, target_logprobs
+from weftune.ops.logprobs import range_counts, range_sums, target_logprobs
 from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
@@ -34,7 +34,7 @@ samples."""
 
 @dataclass(slots=True)
 class Scores:
-    """The result of a microbatch: for each segment its loss and its number of correct predictions."""
+    """The losses and the numbers of correct predictions of a microbatch's segments."""
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor | None
@@ -67,7 +67,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment with the log-probabilities of its targets."""
+    """A segment (rows of one job) with the log-probabilities of its target tokens."""
 
     segment: Segment
     scores: SampleScores
@@ -98,20 +98,24 @@ class Scorer:
     def attach_head(self, banks: Banks, job: str) -> None:
         """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""
         attached, name = banks.attached[job], (SCORE, HEAD)
-        if name in attached.read:
-            self.scalar_heads[job] = ScalarHead(attached.read[name], attached.totals[name], banks.anchor)
+        if name in attached.read_parameters:
+            self.scalar_heads[job] = ScalarHead(
+                attached.read_parameters[name], attached.totals[name], banks.anchor
+            )
 
     def begin_window(self) -> None:
         """Forget the scores for the KL term of KTO, which are used only in the window of their
         computation."""
         self._log_ratios.clear()
 
-    def record_mismatched_scores(self, sums: Sequence[Sequence[float]], laid: DeviceMicrobatch) -> None:
+    def record_mismatched_scores(
+        self, sums: Sequence[Sequence[float]], device_microbatch: DeviceMicrobatch
+    ) -> None:
         """Store the scores of mismatched samples, from which later losses compute the KL term of KTO. `sums`
         has the scores of each segment (rows of one job)."""
-        references_S = laid.microbatch.references_S
+        references_S = device_microbatch.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
-        for segment, logprobs in zip(laid.microbatch.segments, sums, strict=True):
+        for segment, logprobs in zip(device_microbatch.microbatch.segments, sums, strict=True):
             ratios = [logprob - next(known, math.nan) for logprob in logprobs]
             if segment.kl_purpose:
                 key = segment.job, segment.kl_purpose, segment.step
@@ -139,17 +143,17 @@ class Scorer:
     def score(
         self,
         leaf_TD: Tensor,
-        laid: DeviceMicrobatch,
+        device_microbatch: DeviceMicrobatch,
         supervised: Callable[[Segment], int],
         counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
         """Return the training losses of all segments (rows of one job each). For the global batch of a
         segment, `supervised` returns the number of supervised tokens, and `counts` their number in each
         sample."""
-        segments = laid.microbatch.segments
+        segments = device_microbatch.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
-            return self.score_together(leaf_TD, laid, supervised)
-        found = list(self._score_segments(leaf_TD, laid))
+            return self.score_together(leaf_TD, device_microbatch, supervised)
+        found = list(self._score_segments(leaf_TD, device_microbatch))
         losses: list[Tensor] = []
         metrics: list[Tensor | None] = []
         for one in found:
@@ -170,24 +174,24 @@ class Scorer:
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
     def score_together(
-        self, leaf_TD: Tensor, laid: DeviceMicrobatch, supervised: Callable[[Segment], int]
+        self, leaf_TD: Tensor, device_microbatch: DeviceMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
         """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.
         With a thousand jobs in a microbatch, separate launches would take longer than the head itself."""
-        segments = laid.microbatch.segments
-        logprobs_S, correct_S = self._logprobs(leaf_TD, laid)
-        edges = [0, *laid.sections, len(logprobs_S)]
+        segments = device_microbatch.microbatch.segments
+        logprobs_S, correct_S = self._logprobs(leaf_TD, device_microbatch)
+        edges = [0, *device_microbatch.sections, len(logprobs_S)]
         lengths = [stop - start for start, stop in pairwise(edges)]
         counts = torch.tensor([supervised(segment) for segment in segments], dtype=logprobs_S.dtype)
-        losses_J = -run_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
-        correct_J = run_counts(correct_S, lengths)
+        losses_J = -range_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
+        correct_J = range_counts(correct_S, lengths)
         none: list[Tensor | None] = [None] * len(segments)
         return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
 
     @torch.no_grad()
-    def evaluate(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[EvaluationSums]:
+    def evaluate(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[EvaluationSums]:
         """Return loss and accuracy sums over the held-out rows of each segment."""
-        found = list(self._score_segments(h_TD, laid))
+        found = list(self._score_segments(h_TD, device_microbatch))
         scores = [self._complete_scores(one, h_TD, "held_out") for one in found]
         objectives = [self.objectives.get(one.segment.job, SFT) for one in found]
         sums = [objective.evaluation_sums(own) for objective, own in zip(objectives, scores, strict=True)]
@@ -209,26 +213,28 @@ class Scorer:
         ]
 
     @torch.no_grad()
-    def sample_logprobs(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[tuple[float, ...]]:
+    def sample_logprobs(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[tuple[float, ...]]:
         """Return, for each segment, the sum of the log-probabilities of each sample's supervised tokens."""
-        logprobs_S, _ = self._logprobs(h_TD, laid)
-        spans = list(pairwise([0, *accumulate(laid.microbatch.sample_lengths)]))
-        sums = run_sums(logprobs_S.double(), [laid.count_supervised(*span) for span in spans]).tolist()
+        logprobs_S, _ = self._logprobs(h_TD, device_microbatch)
+        spans = list(pairwise([0, *accumulate(device_microbatch.microbatch.sample_lengths)]))
+        sums = range_sums(
+            logprobs_S.double(), [device_microbatch.count_supervised(*span) for span in spans]
+        ).tolist()
         return [
             tuple(
                 total
                 for (start, _), total in zip(spans, sums, strict=True)
                 if segment.start <= start < segment.stop
             )
-            for segment in laid.microbatch.segments
+            for segment in device_microbatch.microbatch.segments
         ]
 
     @torch.no_grad()
-    def scalar_values(self, h_TD: Tensor, laid: DeviceMicrobatch) -> list[Tensor]:
+    def scalar_values(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[Tensor]:
         """Return, for each segment, the output of its job's scalar head for each sample, [B]."""
         return [
-            self.scalar_heads[segment.job].values(h_TD[_last_rows(segment, laid)])
-            for segment in laid.microbatch.segments
+            self.scalar_heads[segment.job].values(h_TD[_last_rows(segment, device_microbatch)])
+            for segment in device_microbatch.microbatch.segments
         ]
 
     def _complete_scores(
@@ -245,7 +251,7 @@ class Scorer:
             f"{job} has no reference scores"
         )
         scores = scored_segment.scores
-        if needs.mismatched:
+        if needs.mismatched_samples:
             # Those of a batch were scored after the step before it.
             step = scored_segment.segment.step - (purpose == "batch")
             scores = replace(scores, kl=self._kl_term(job, purpose, step))
@@ -253,25 +259,31 @@ class Scorer:
             scores if head is None else replace(scores, values_B=head.values(h_TD[scored_segment.last_rows]))
         )
 
-    def _score_segments(self, h_TD: Tensor, laid: DeviceMicrobatch) -> Iterator[_Scored]:
+    def _score_segments(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> Iterator[_Scored]:
         """Yield each segment with the log-probability of each target, and whether the target was the
         likeliest token."""
-        logprobs_S, correct_S = self._logprobs(h_TD, laid)
-        parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
-        for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
+        logprobs_S, correct_S = self._logprobs(h_TD, device_microbatch)
+        parts = (
+            logprobs_S.tensor_split(device_microbatch.sections),
+            correct_S.tensor_split(device_microbatch.sections),
+        )
+        for segment, own_S, own_correct_S in zip(device_microbatch.microbatch.segments, *parts, strict=True):
             if segment.job in self.objectives:
-                yield self._split_samples(segment, laid, own_S, own_correct_S)
+                yield self._split_samples(segment, device_microbatch, own_S, own_correct_S)
             else:
                 yield _Scored(segment, SampleScores(own_S, ()), own_correct_S, [])
 
-    def _logprobs(self, h_TD: Tensor, laid: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> tuple[Tensor, Tensor]:
         assert self._head is not None, "only the last stage has a head"
-        h_SD = h_TD.index_select(0, laid.rows_S)
-        targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
-        own = [self._own_rows(segment) for segment in laid.microbatch.segments]
+        h_SD = h_TD.index_select(0, device_microbatch.rows_S)
+        targets_S = device_microbatch.microbatch.targets_T.index_select(0, device_microbatch.rows_S)
+        own = [self._own_rows(segment) for segment in device_microbatch.microbatch.segments]
         if not any(own):
             return target_logprobs(h_SD, targets_S, self._head)
-        parts = h_SD.tensor_split(laid.sections), targets_S.tensor_split(laid.sections)
+        parts = (
+            h_SD.tensor_split(device_microbatch.sections),
+            targets_S.tensor_split(device_microbatch.sections),
+        )
         found = [
             target_logprobs(h, targets, self._head, rows)
             for h, targets, rows in zip(*parts, own, strict=True)
@@ -280,25 +292,28 @@ class Scorer:
         return torch.cat(logprobs), torch.cat(correct)
 
     def _split_samples(
-        self, segment: Segment, laid: DeviceMicrobatch, logprobs_S: Tensor, correct_S: Tensor
+        self, segment: Segment, device_microbatch: DeviceMicrobatch, logprobs_S: Tensor, correct_S: Tensor
     ) -> _Scored:
         """Return a segment with its log-probabilities, its samples' boundaries, and their reference
         scores."""
-        stops = list(accumulate(laid.microbatch.sample_lengths))
+        stops = list(accumulate(device_microbatch.microbatch.sample_lengths))
         spans = {
             index: (start, stop)
             for index, (start, stop) in enumerate(pairwise([0, *stops]))
             if segment.start <= start < segment.stop
         }
-        counts = tuple(laid.count_supervised(start, stop) for start, stop in spans.values())
-        own, references_S = slice(min(spans), max(spans) + 1), laid.microbatch.references_S
+        counts = tuple(device_microbatch.count_supervised(start, stop) for start, stop in spans.values())
+        own, references_S = slice(min(spans), max(spans) + 1), device_microbatch.microbatch.references_S
         references_B = None if references_S is None else references_S[own].to(logprobs_S.dtype)
-        answers, desirable = laid.microbatch.answer_tokens[own], laid.microbatch.desirable[own]
-        scores = SampleScores(logprobs_S, counts, answers, references_B, desirable=desirable)
-        return _Scored(segment, scores, correct_S, _last_rows(segment, laid))
+        answers, desirable = (
+            device_microbatch.microbatch.answer_tokens[own],
+            device_microbatch.microbatch.desirable[own],
+        )
+        scores = SampleScores(logprobs_S, counts, answers, references_B, is_desirable=desirable)
+        return _Scored(segment, scores, correct_S, _last_rows(segment, device_microbatch))
 
 
-def _last_rows(segment: Segment, laid: DeviceMicrobatch) -> list[int]:
+def _last_rows(segment: Segment, device_microbatch: DeviceMicrobatch) -> list[int]:
     """Return the last row of each sample of a segment, which may be followed by rows of padding."""
-    spans = pairwise([0, *accumulate(laid.microbatch.sample_lengths)])
+    spans = pairwise([0, *accumulate(device_microbatch.microbatch.sample_lengths)])
     return [min(stop, segment.stop) - 1 for start, stop in spans if segment.start <= start < segment.stop]

@@ -37,11 +37,12 @@ MOST_KEYS = 8
 
 class VisitKind(Enum):
     forward = auto()
-    """A forward from which only the output is kept."""
+    """A pass that runs only the forward, of which only the output is kept."""
     turn = auto()
-    """A pass over the last stage: a forward that keeps activations, head and loss, then the backward."""
+    """A pass over the last stage: the forward, whose activations are kept, head and loss, then the
+    backward."""
     backward = auto()
-    """A forward that is recomputed from the stage's input, then the backward."""
+    """A pass that recomputes the forward from the stage's input, then runs the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
@@ -66,7 +67,7 @@ class StageGraphs:
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
-        self._known: dict[GraphKey, _Known] = {}
+        self._key_states: dict[GraphKey, _Known] = {}
         self._round = 0
         self._plain_round = -1
         """Last round in which all graphs were dropped to make room for an uncaptured pass."""
@@ -85,12 +86,12 @@ class StageGraphs:
     def begin_round(self) -> None:
         self._round += 1
 
-    def find_or_capture(self, kind: VisitKind, stage: int, flight: InFlight) -> StageGraph | None:
+    def find_or_capture(self, kind: VisitKind, stage: int, in_flight: InFlight) -> StageGraph | None:
         """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
-        pass that compiles or captures is marked as not typical (`TimedPass.settled`)."""
-        laid, visit = flight.laid, (kind, stage)
-        key = make_graph_key(laid, self._banks, NOTHING, self._whole.shape.context)
-        if not self._banks.is_capturable(laid.microbatch):
+        pass that compiles or captures is marked as not typical (`TimedPass.is_typical`)."""
+        device_microbatch, visit = in_flight.device_microbatch, (kind, stage)
+        key = make_graph_key(device_microbatch, self._banks, NOTHING, self._whole.shape.context)
+        if not self._banks.is_capturable(device_microbatch.microbatch):
             self.free_memory()
             return None
         if key in self.failed_captures:
@@ -100,35 +101,35 @@ class StageGraphs:
             known.first_rounds.setdefault(visit, self._round) == self._round
             or self._plain_round == self._round
         ):
-            flight.pass_times.settled = False
+            in_flight.pass_times.is_typical = False
             self.free_memory()
             return None
         if (graph := known.graphs.get(visit)) is not None:
             return graph
-        flight.pass_times.settled = False
+        in_flight.pass_times.is_typical = False
         return self._capture(key, known, visit)
 
     def free_memory(self) -> None:
         """Free memory for an uncaptured pass, by dropping all graphs if necessary."""
-        if any(known.graphs for known in self._known.values()) and not self._pool.has_room():
+        if any(known.graphs for known in self._key_states.values()) and not self._pool.has_room():
             self.clear()
 
     def clear(self) -> None:
         """Drop all graphs and their memory. They are captured again when they are needed, from the next round
         on."""
-        for known in self._known.values():
+        for known in self._key_states.values():
             known.graphs.clear()
         self._pool.clear()
         self._plain_round = self._round
 
     def _get_state(self, key: GraphKey) -> _Known:
-        if key not in self._known:
-            if len(self._known) >= MOST_KEYS:
-                del self._known[next(iter(self._known))]
-            return self._known.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
+        if key not in self._key_states:
+            if len(self._key_states) >= MOST_KEYS:
+                del self._key_states[next(iter(self._key_states))]
+            return self._key_states.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
         # The most recently used key comes last.
-        self._known[key] = self._known.pop(key)
-        return self._known[key]
+        self._key_states[key] = self._key_states.pop(key)
+        return self._key_states[key]
 
     def _capture(self, key: GraphKey, key_state: _Known, visit: GraphVisit) -> StageGraph | None:
         kind, stage = visit
@@ -150,7 +151,8 @@ class StageGraphs:
 
 
 class StageGraph:
-    """The CUDA graphs of one kind of pass over one stage. It has the methods of `Plain`."""
+    """The CUDA graphs of one kind of pass over one stage. The class has the same methods as `Plain`, which
+    runs passes without graphs."""
 
     def __init__(
         self,
@@ -168,20 +170,22 @@ class StageGraph:
         self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._input_TD: Tensor | None = None
-        self._made_TD: Tensor | None = None
+        self._output_TD: Tensor | None = None
         """Output of the forward while forward and backward are captured. None during replays."""
         if kind is VisitKind.turn:
             self._forward, self._backward = (
-                pool.capture(self._forward_turn),
-                pool.capture(self._backward_turn),
+                pool.capture(self._last_stage_forward),
+                pool.capture(self._backward_from_output),
             )
         else:
             self._forward = self._backward = pool.capture(
                 self._forward_only if kind is VisitKind.forward else self._recompute_backward
             )
 
-    def set_inputs(self, laid: DeviceMicrobatch, membership: Membership, input_TD: Tensor | None) -> None:
-        self._inputs.copy(laid, membership)
+    def set_inputs(
+        self, device_microbatch: DeviceMicrobatch, membership: Membership, input_TD: Tensor | None
+    ) -> None:
+        self._inputs.copy(device_microbatch, membership)
         if input_TD is not None:
             self._h_TD.copy_(input_TD)
 
@@ -213,32 +217,32 @@ class StageGraph:
 
     def _recompute_backward(self) -> None:
         self._keep_forward()
-        self._backward_turn()
+        self._backward_from_output()
 
-    def _forward_turn(self) -> None:
+    def _last_stage_forward(self) -> None:
         self._dh_TD.copy_(self._keep_forward().detach())
 
     def _keep_forward(self) -> Tensor:
         self._input_TD = self._h_TD.detach().requires_grad_()
-        self._made_TD = self._hidden_states(self._input_TD)
-        return self._made_TD
+        self._output_TD = self._hidden_states(self._input_TD)
+        return self._output_TD
 
-    def _backward_turn(self) -> None:
-        made_TD, input_TD = self._made_TD, self._input_TD
-        self._made_TD = self._input_TD = None
-        assert made_TD is not None
+    def _backward_from_output(self) -> None:
+        output_TD, input_TD = self._output_TD, self._input_TD
+        self._output_TD = self._input_TD = None
+        assert output_TD is not None
         assert input_TD is not None
-        if made_TD.requires_grad:
-            with self._banks.bound(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
-                made_TD.backward(self._dh_TD)
-        if not self._base.first:
+        if output_TD.requires_grad:
+            with self._banks.bind(self._inputs.microbatch, Route.tiled, True, self._inputs.rows):
+                output_TD.backward(self._dh_TD)
+        if not self._base.is_first:
             assert input_TD.grad is not None
             self._dh_TD.copy_(input_TD.grad)
 
     def _hidden_states(self, input_TD: Tensor) -> Tensor:
         feed = self._inputs
-        with self._banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
-            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.first else input_TD)
+        with self._banks.bind(feed.microbatch, Route.tiled, True, feed.rows):
+            return self._base.hidden(feed.microbatch, feed.pack, None if self._base.is_first else input_TD)
 
 
 class CapturedVisits:
@@ -266,33 +270,35 @@ class CapturedVisits:
     def begin_round(self) -> None:
         self.graphs.begin_round()
 
-    def forward(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, keep: bool) -> Tensor:
+    def forward(
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
+    ) -> Tensor:
         graph = self.graphs.find_or_capture(
-            VisitKind.turn if keep else VisitKind.forward, visit.stage, flight
+            VisitKind.turn if keeps_activations else VisitKind.forward, visit.stage, in_flight
         )
         if graph is None:
-            return self._plain.forward(visit, flight, input_TD, keep)
-        graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
-        if not keep:
+            return self._plain.forward(visit, in_flight, input_TD, keeps_activations)
+        graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
+        if not keeps_activations:
             return graph.forward_only()
-        self._plain.open[visit] = graph
+        self._plain.open_passes[visit] = graph
         return graph.forward()
 
     def backward(
-        self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        if visit not in self._plain.open:
-            graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, flight)
+        if visit not in self._plain.open_passes:
+            graph = self.graphs.find_or_capture(VisitKind.backward, visit.stage, in_flight)
             if graph is not None:
-                graph.set_inputs(flight.laid, flight.membership(self.adapted), input_TD)
-                self._plain.open[visit] = graph
-        return self._plain.backward(visit, flight, input_TD, dh_TD)
+                graph.set_inputs(in_flight.device_microbatch, in_flight.membership(self.adapted), input_TD)
+                self._plain.open_passes[visit] = graph
+        return self._plain.backward(visit, in_flight, input_TD, dh_TD)
 
-    def evaluate(self, visit: StageVisit, flight: InFlight, input_TD: Tensor | None) -> Tensor:
+    def evaluate(self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None) -> Tensor:
         self.graphs.free_memory()
-        return self._plain.evaluate(visit, flight, input_TD)
+        return self._plain.evaluate(visit, in_flight, input_TD)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"
 
     def abandon(self) -> None:

@@ -27,7 +27,7 @@ class KeptActivations:
     def __init__(self, own_stages: Collection[int]) -> None:
         """`own_stages` are the indices of this worker's stages."""
         self._own = frozenset(own_stages)
-        self._here: dict[StageVisit, Tensor] = {}
+        self._inputs: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
         self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
 
@@ -38,23 +38,24 @@ class KeptActivations:
         """Store the previous stage's output, the input of this pass of a microbatch over a stage.
         `has_backward` says whether the microbatch has a backward."""
         if visit.stage in self._own:
-            self._here[visit] = input_TD
+            self._inputs[visit] = input_TD
         else:
             self._outgoing[visit, "activation"] = input_TD
 
     def read(self, visit: StageVisit) -> Tensor:
         """Return the input of a stage for a microbatch. The compute stream waits until it can be read."""
-        return self._here[visit]
+        return self._inputs[visit]
 
     def end_forward(self, visit: StageVisit) -> None:
         """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
 
     def prefetch_input(self, visit: StageVisit) -> None:
-        """Announce the worker's next backward, so that its input is fetched in time."""
+        """Start to fetch the input of the worker's next backward, if it is offloaded, so that it arrives in
+        time."""
 
     def drop(self, visit: StageVisit) -> None:
-        """Drop a stage's input for a microbatch, which has finished its backward there or has none."""
-        del self._here[visit]
+        """Drop a stage's input for a microbatch that has finished its backward there, or has no backward."""
+        del self._inputs[visit]
 
     def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
         """Store the gradient from the following stage, which starts the backward of a stage."""
@@ -70,15 +71,16 @@ class KeptActivations:
         """Return the tensor to send, or None if it was never computed."""
         return self._outgoing.pop((visit, payload), None)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
-        """Give the microbatches in flight new indices; `numbers` maps each old index to the new one."""
-        self._here = renumber_visits(self._here, numbers)
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
+        """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
+        old index to the new one."""
+        self._inputs = renumber_visits(self._inputs, numbers)
         self._gradients = renumber_visits(self._gradients, numbers)
 
     def forget(self) -> None:
         """Drop all tensors of an unfinished round, except those computed for other workers, which are still
         sent."""
-        self._here.clear()
+        self._inputs.clear()
         self._gradients.clear()
 
 
@@ -97,7 +99,7 @@ class OffloadedActivations:
         self._offloaded = part.offloaded_stages
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, waited)
-        self._away: set[StageVisit] = set()
+        self._offloaded_visits: set[StageVisit] = set()
         """Passes whose inputs are offloaded, or being offloaded, and have not been fetched back."""
         self._rows: dict[int, slice] = {}
         """Maps each microbatch to its range of rows on the host, which is the same for every stage."""
@@ -126,7 +128,7 @@ class OffloadedActivations:
     def store_input(self, visit: StageVisit, input_TD: Tensor, has_backward: bool = True) -> None:
         self._kept.store_input(visit, input_TD)
         if has_backward and visit.stage in self._offloaded:
-            self._away.add(visit)
+            self._offloaded_visits.add(visit)
             if visit.microbatch not in self._rows:
                 start, count = max((taken.stop for taken in self._rows.values()), default=0), len(input_TD)
                 assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
@@ -142,13 +144,13 @@ class OffloadedActivations:
         return self._kept.read(visit)
 
     def end_forward(self, visit: StageVisit) -> None:
-        if visit in self._away:
+        if visit in self._offloaded_visits:
             self._copies.await_copy_out(visit)
             self._kept.drop(visit)
 
     def prefetch_input(self, visit: StageVisit) -> None:
-        if visit in self._away:
-            self._away.remove(visit)
+        if visit in self._offloaded_visits:
+            self._offloaded_visits.remove(visit)
             self._kept.store_input(visit, self._copies.copy_in(visit, self._host_TD(visit)))
 
     def drop(self, visit: StageVisit) -> None:
@@ -165,11 +167,11 @@ class OffloadedActivations:
     def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
         return self._kept.take_outgoing(visit, payload)
 
-    def inherit(self, numbers: Mapping[int, int]) -> None:
+    def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         assert not numbers, "a streamed base has no microbatch in flight between two windows"
 
     def forget(self) -> None:
         self._copies.finish()
         self._kept.forget()
-        self._away.clear()
+        self._offloaded_visits.clear()
         self._rows.clear()

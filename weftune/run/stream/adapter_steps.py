@@ -52,7 +52,7 @@ class StagePart:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over start and stop, for unpacking."""
+        """Return an iterator over start and stop, so that a `StagePart` can be unpacked like a tuple."""
         return iter((self.start, self.stop))
 
 
@@ -88,7 +88,8 @@ def round_up(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingPart:
-    """The unfinished pieces of a job's Step in one stage. `job_index` is the job's index in its `StepRun`."""
+    """The unfinished pieces of a job's Step (optimizer step) in one stage. `job_index` is the index of the
+    job in `run`."""
 
     run: StepRun
     job_index: int
@@ -108,7 +109,7 @@ class _BufferedPiece:
 
     @property
     def update(self) -> Update:
-        """The job's update of this piece, with the state in host memory."""
+        """The optimizer step of the job's parameters in this piece, with their state in host memory."""
         return self.part.run.updates[self.part.job_index]
 
     @property
@@ -134,10 +135,10 @@ class HostSteps:
         """Maps each job to a map from each stage to the stage's part of the flat vector."""
         self._stage_sizes: Counter[int] = Counter()
         """Maps each stage to the total number of parameters in all jobs' pieces."""
-        self._pending: dict[JobStage, _PendingPart] = {}
-        self._started: dict[JobStage, torch.cuda.Event] = {}
+        self._pending_parts: dict[JobStage, _PendingPart] = {}
+        self._start_events: dict[JobStage, torch.cuda.Event] = {}
         """Maps (job, stage) to the event after its last started update, until a pass has waited for it."""
-        self._returned: dict[int, torch.cuda.Event] = {}
+        self._return_events: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event after which its last piece has been copied back to the host."""
 
     # -- jobs --------------------------------------------------------------------------------------------
@@ -179,35 +180,37 @@ class HostSteps:
         computed them."""
         run = close_batches(requests, norm_J, self._device)
         if find_arrivals is not None:
-            run.arrived = find_arrivals()
+            run.arrival_events = find_arrivals()
         elif self.ring.lanes is not None:
             self.ring.lanes.update.wait_stream(torch.cuda.current_stream())
         for job_index, request in enumerate(requests):
             training = request.training
             for stage, part in self._parts[training.job].items():
                 if found := list(split_part(part, training.layout.size)):
-                    self._pending[training.job, stage] = _PendingPart(run, job_index, part.start, found)
+                    self._pending_parts[training.job, stage] = _PendingPart(run, job_index, part.start, found)
         return run
 
     def is_unfinished(self, job: str, stage: int) -> bool:
         """Return whether the job's weights of that stage are still to be updated."""
-        return (job, stage) in self._pending
+        return (job, stage) in self._pending_parts
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs (job, stage) whose Steps have pieces that have not been started."""
-        return [pair for pair in pairs if pair in self._pending]
+        """Return those of the pairs (job, stage) whose Steps (optimizer steps) have pieces that have not been
+        started."""
+        return [pair for pair in pairs if pair in self._pending_parts]
 
     def all_pending_pairs(self) -> list[JobStage]:
-        return sorted(self._pending, key=lambda pair: (pair[1], pair[0]))
+        return sorted(self._pending_parts, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those pairs (job, stage) whose updates have been started and that no pass has waited for."""
-        return [pair for pair in pairs if pair in self._started]
+        """Return those of the pairs (job, stage) whose updates have been started, unless a pass has already
+        waited for them."""
+        return [pair for pair in pairs if pair in self._start_events]
 
     def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
-        """Start the updates of these pairs concurrently with other work of the device. New weights are copied
-        to the host, and also to the device's memory for them once the events in `writable` are done. Work
-        that reads the weights must first call `wait_for_updates`."""
+        """Start the updates of the pairs (job, stage) concurrently with other work of the device. New weights
+        are copied to the host, and also to the device's memory for them once the events in `writable` are
+        done. Work that reads the weights must first call `wait_for_updates`."""
         if writable:
             with self.ring.updating():
                 _wait_for_events(writable)
@@ -219,16 +222,17 @@ class HostSteps:
             for one in buffered_pieces:
                 one.part.pieces.pop(0)
                 if not one.part.pieces:
-                    del self._pending[one.pair]
+                    del self._pending_parts[one.pair]
 
     def wait_for_updates(self, pairs: Iterable[JobStage]) -> None:
-        """Make the current stream wait for the started updates of these pairs."""
-        for event in dict.fromkeys(self._started.pop(pair) for pair in pairs):
+        """Make the current CUDA stream wait for the updates of the pairs (job, stage) that have been
+        started."""
+        for event in dict.fromkeys(self._start_events.pop(pair) for pair in pairs):
             torch.cuda.current_stream().wait_event(event)
 
     def read_outcomes(self, run: StepRun) -> None:
         """Start to copy the outcomes of Steps to the host. All pieces of the Steps must have been started."""
-        assert not any(part.run is run for part in self._pending.values()), "a Step is not all made"
+        assert not any(part.run is run for part in self._pending_parts.values()), "a Step is not all made"
         with self.ring.updating():
             # Not on the stream of the passes: those of the next round may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_JS.device)
@@ -236,22 +240,23 @@ class HostSteps:
 
     def wait(self) -> None:
         """Wait until all started updates are finished and their state is on the host."""
-        for returned in self._returned.values():
+        for returned in self._return_events.values():
             returned.synchronize()
-        self._started.clear()
+        self._start_events.clear()
 
     def wait_for_stage(self, stage: int) -> None:
         """Make the current stream wait until the updates of a stage have been copied to the host."""
-        if (returned := self._returned.get(stage)) is not None:
+        if (returned := self._return_events.get(stage)) is not None:
             torch.cuda.current_stream().wait_event(returned)
 
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
-        """Yield lists of pieces of these pairs. The pieces of a list fit into one buffer."""
+        """Yield lists of pieces of Steps for the pairs (job, stage). The pieces of one list fit into one
+        buffer on the device."""
         buffered_pieces: list[_BufferedPiece] = []
         for pair in pairs:
-            part = self._pending[pair]
+            part = self._pending_parts[pair]
             # Not the list itself: a piece is removed from it when it is updated.
             for piece in tuple(part.pieces):
                 offset = round_up(buffered_pieces[-1].stop) if buffered_pieces else 0
@@ -273,7 +278,7 @@ class HostSteps:
             ]
         with self.ring.copying_in(buffer):
             for run in dict.fromkeys(one.part.run for one in buffered_pieces):
-                _wait_for_events(run.arrived)
+                _wait_for_events(run.arrival_events)
             _copy_all(self._vectors_to_device(on_device), self._vectors_to_device(on_host))
         with self.ring.updating():
             self._update(buffer, buffered_pieces, on_device)
@@ -286,7 +291,7 @@ class HostSteps:
                 ]
             _copy_all(self._vectors_to_host(on_host), self._vectors_to_host(on_device))
         if buffer.free_event is not None:
-            self._returned |= dict.fromkeys((one.pair[1] for one in buffered_pieces), buffer.free_event)
+            self._return_events |= dict.fromkeys((one.pair[1] for one in buffered_pieces), buffer.free_event)
 
     def _update(
         self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
@@ -320,7 +325,7 @@ class HostSteps:
         if targets:
             _copy_all(targets, weights)
         if self.ring.lanes is not None:
-            self._started |= dict.fromkeys(
+            self._start_events |= dict.fromkeys(
                 (one.pair for one in buffered_pieces), self.ring.lanes.update.record_event()
             )
 
@@ -338,8 +343,8 @@ class HostSteps:
 
 
 def _piece_sizes(parts: Mapping[int, StagePart], size: int) -> dict[int, int]:
-    """Return a map from each stage to the number of parameters in a job's pieces there, with alignment.
-    `size` is the number of parameters of the job."""
+    """Return a dict from each stage to the number of parameters in a job's pieces there, with the parameters
+    that alignment adds. `size` is the number of all parameters of the job."""
     return {
         stage: sum(round_up(piece.computed_range.size) for piece in split_part(part, size))
         for stage, part in parts.items()

@@ -61,7 +61,8 @@ class TravellingAdapter:
 
 
 class AdapterTransfers:
-    """Copies of the adapters that move with their stages between host and device, and where each stage is."""
+    """Transfers of adapters between host and device together with their stages, and the record of which
+    stages and gradients are on the device."""
 
     def __init__(self, part: WorkerLayout, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part

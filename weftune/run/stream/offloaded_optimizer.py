@@ -24,17 +24,17 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
 STAGE = 0
-"""Index of the only stage. The base stays on one device."""
+"""Index of the only stage, since the whole base stays on one device."""
 
 
 class OffloadedOptimizer:
-    def __init__(self, adapted: AdaptedBase, make: Make = update) -> None:
-        """`make` is the function that applies updates on the device."""
+    def __init__(self, adapted: AdaptedBase, apply_updates: Make = update) -> None:
+        """`apply_updates` is the function that applies updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
-        self.steps = HostSteps(self.device, make)
-        self._underway: StepsUnderway | None = None
+        self.steps = HostSteps(self.device, apply_updates)
+        self._steps_underway: StepsUnderway | None = None
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -65,21 +65,22 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish these jobs' Steps before their pass. Return whether the device may have to wait for that."""
-        if self._underway is None:
+        """Finish the optimizer steps (Steps) of `jobs` before a pass of theirs. Return whether the device may
+        have to wait for that."""
+        if self._steps_underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]
         pending = self.steps.pending_pairs(pairs)
         if not (pending or self.steps.started_pairs(pairs)):
             return False
-        with self._underway.count_time():
+        with self._steps_underway.count_time():
             self.steps.start(pending)
             self.steps.wait_for_updates(self.steps.started_pairs(pairs))
         return True
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
         """Start all Steps that have not been started, concurrently with the pass launched last."""
-        if self._underway is not None:
+        if self._steps_underway is not None:
             self.steps.start(self.steps.all_pending_pairs())
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
@@ -105,23 +106,23 @@ class OffloadedOptimizer:
         others during it."""
         return self._begin_steps(requests, gradient_norms([request.training.state for request in requests]))
 
-    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
+    def make_step(self, request: StepRequest, sums: BatchSums) -> Outcome:
         underway = self._begin_steps([request], torch.tensor([sums.norm], dtype=torch.float64))
         return outcome_over_workers(underway.outcomes()[0], request, sums)
 
     def _begin_steps(self, requests: Sequence[StepRequest], norm_J: Tensor) -> StepsUnderway:
-        assert self._underway is None, "the outcomes of earlier Steps are not known"
-        self._underway = StepsUnderway(self.device, self._finish_steps)
-        self._underway.runs.append(self.steps.begin(requests, norm_J))
-        return self._underway
+        assert self._steps_underway is None, "the outcomes of earlier Steps are not known"
+        self._steps_underway = StepsUnderway(self.device, self._finish_steps)
+        self._steps_underway.runs.append(self.steps.begin(requests, norm_J))
+        return self._steps_underway
 
     def _finish_steps(self) -> None:
         """Finish the requested Steps, and start to copy their outcomes to the host."""
-        if (underway := self._underway) is not None:
+        if (underway := self._steps_underway) is not None:
             with underway.count_time():
                 self._finish_all_steps()
             self.steps.read_outcomes(underway.runs[0])
-            self._underway = None
+            self._steps_underway = None
 
     def _finish_all_steps(self) -> None:
         """Make all registered optimizer steps, after which all optimizer state is on the host."""

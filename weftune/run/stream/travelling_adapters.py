@@ -33,21 +33,21 @@ from weftune.run.training.steps import (
 
 
 class TravellingAdapters:
-    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, make: Make = update) -> None:
-        """`make` is the function that applies optimizer updates on the device."""
+    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: Make = update) -> None:
+        """`apply_updates` is the function that applies optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part
         self.transfers = AdapterTransfers(self._part, base.device, base.dtype)
-        self.steps = HostSteps(base.device, make, self.transfers.device_weights)
+        self.steps = HostSteps(base.device, apply_updates, self.transfers.device_weights)
         self.home = torch.device("cpu")
-        self._returning: int | None = None
+        self._unsent_stage: int | None = None
         """Stage of the last pass, if that was a backward whose gradients have not been sent to the host. None
         otherwise."""
-        self._sent: torch.cuda.Event | None = None
+        self._sent_event: torch.cuda.Event | None = None
         """Event after which the last gradients of resident stages have been copied to the host. None once the
         compute stream has waited for the event."""
-        self._underway: StepsUnderway | None = None
+        self._steps_underway: StepsUnderway | None = None
         weights.set_callbacks(self._load_adapters, self.transfers.evict)
 
     # -- jobs --------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class TravellingAdapters:
 
     def abandon(self) -> None:
         self._resident.abandon()
-        self._returning = None
+        self._unsent_stage = None
         self._wait_for_gradients()
         self.transfers.drop_gradients(self.roster.trainings)
 
@@ -93,20 +93,20 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the Steps of these jobs in the stage before their pass. Return whether the device may have
-        to wait for that. `before_backward` is True before a backward."""
-        if self._underway is not None and not self._underway.is_used:
-            stepping = {request.training.job for request in self._underway.requests}
-            self._underway.is_used = not stepping.isdisjoint(jobs)
+        """Finish the Steps of `jobs` in the stage before a pass. Return whether the device may have to wait
+        for that. `before_backward` is True if the pass is a backward."""
+        if self._steps_underway is not None and not self._steps_underway.is_used:
+            stepping = {request.training.job for request in self._steps_underway.requests}
+            self._steps_underway.is_used = not stepping.isdisjoint(jobs)
         pairs = self.transfers.pairs(stage, jobs)
         pending = self.steps.pending_pairs(pairs)
         if waits := bool(pending or self.steps.started_pairs(pairs)):
             with self._count_waiting():
-                self.steps.start(pending, self._weights.writable(stage))
+                self.steps.start(pending, self._weights.writable_events(stage))
                 self.steps.wait_for_updates(self.steps.started_pairs(pairs))
-        if before_backward and self._returning is not None and self._returning != stage:
-            self._send_gradients(self._returning)
-        self._returning = stage if before_backward else None
+        if before_backward and self._unsent_stage is not None and self._unsent_stage != stage:
+            self._send_gradients(self._unsent_stage)
+        self._unsent_stage = stage if before_backward else None
         return waits
 
     def _send_gradients(self, stage: int) -> None:
@@ -120,13 +120,13 @@ class TravellingAdapters:
         lanes.copy_out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lanes.copy_out):
             self.transfers.copy_gradients_out(stage)
-            self._sent = lanes.copy_out.record_event()
+            self._sent_event = lanes.copy_out.record_event()
 
     def _wait_for_gradients(self) -> None:
         """Make the current stream wait for the copy of the gradients, so that they may be overwritten."""
-        if self._sent is not None:
-            torch.cuda.current_stream().wait_event(self._sent)
-            self._sent = None
+        if self._sent_event is not None:
+            torch.cuda.current_stream().wait_event(self._sent_event)
+            self._sent_event = None
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
         """Start unfinished Steps of a stage and of this worker's next stage while the device runs a pass over
@@ -139,14 +139,14 @@ class TravellingAdapters:
             if pending and self.transfers.is_loaded(one):
                 # If the host is not ahead, the device is idle meanwhile.
                 with self._count_waiting():
-                    self.steps.start(pending, self._weights.writable(one))
+                    self.steps.start(pending, self._weights.writable_events(one))
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
         self.transfers.record_backward(stage, jobs)
 
     def prepare_eviction(self, stage: int) -> None:
         self.transfers.sum_squares(stage)
-        self._returning = None
+        self._unsent_stage = None
 
     def _load_adapters(self, stage: int) -> None:
         """Load the adapters of a stage with the stage. Weights that are still to be updated are left out."""
@@ -157,26 +157,27 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether the outcomes of earlier Steps must be read before further Steps are requested. They must if
-        a pass has included one of the jobs since then; the outcomes are known by that time."""
-        return self._underway is not None and self._underway.is_used
+        """Whether the outcomes of earlier optimizer steps (Steps) must be read before further Steps are
+        requested: if a pass has included one of their jobs. The Steps are finished by then, so reading their
+        outcomes does not block."""
+        return self._steps_underway is not None and self._steps_underway.is_used
 
     def needs_step_outcome(self, stage: int) -> bool:
-        """Return whether the stage is the last one. There the outcomes must be known, because a job whose
-        Step failed has no loss."""
+        """Return whether outcomes of Steps must be known before an evaluation of the stage, which is so for
+        the last stage: a job whose Step failed has no loss there."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
         """Register Steps. Each is made just before the pass of the next round that needs it, concurrently
         with the previous stage. Outcomes that have not been read yet are read together."""
-        if self._underway is None:
-            self._underway = StepsUnderway(self._adapted.base.device, self._finish_steps)
+        if self._steps_underway is None:
+            self._steps_underway = StepsUnderway(self._adapted.base.device, self._finish_steps)
         jobs = [request.training.job for request in requests]
         with self._count_waiting():
             self._copy_gradients_out(jobs)
         run = self.steps.begin(requests, self.transfers.gradient_norms(jobs), self._weights.mark_step)
-        self._underway.runs.append(run)
-        return self._underway
+        self._steps_underway.runs.append(run)
+        return self._steps_underway
 
     def sums(self, training: Training) -> BatchSums:
         self._copy_gradients_out([training.job])
@@ -184,7 +185,7 @@ class TravellingAdapters:
         loss, correct, *metrics = open_batch_sums([training])[0].tolist()
         return BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
 
-    def make(self, request: StepRequest, sums: BatchSums) -> Outcome:
+    def make_step(self, request: StepRequest, sums: BatchSums) -> Outcome:
         norm_J = torch.tensor([sums.norm], dtype=torch.float64)
         run = self.steps.begin([request], norm_J, self._weights.mark_step)
         self._finish_all_steps()
@@ -204,23 +205,24 @@ class TravellingAdapters:
             # Made during the round's forward: the host reads the outcomes while the device runs the backward,
             # and is a backward ahead of it when the next round begins.
             self.steps.wait()
-        if self._underway is not None:
-            for run in self._underway.runs:
+        if self._steps_underway is not None:
+            for run in self._steps_underway.runs:
                 self.steps.read_outcomes(run)
-        self._underway = None
+        self._steps_underway = None
 
     def _finish_all_steps(self) -> None:
         """Finish all Steps, and wait until their state is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):
-                self.steps.start(list(pairs), self._weights.writable(stage))
+                self.steps.start(list(pairs), self._weights.writable_events(stage))
         self.steps.wait()
 
     @contextmanager
     def _count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, because the device has nothing else to compute."""
+        """Add the time in the context to the waiting time of the device, which has nothing else to
+        compute."""
         with (
-            self._underway.count_time() if self._underway is not None else nullcontext(),
+            self._steps_underway.count_time() if self._steps_underway is not None else nullcontext(),
             self._weights.count_waiting(),
         ):
             yield

@@ -64,7 +64,8 @@ class StreamedWeights:
             self._queue = _GpuQueue(self, _StageReader(self) if read else None)
 
     def set_callbacks(self, on_load: StageCallback, on_evict: StageCallback) -> None:
-        """Register functions that are called with every Load and every Evict, on the stream of its copies."""
+        """Register functions that are called at every Load and every Evict with the stage's index, on the
+        CUDA stream of its copies."""
         self.on_load, self.on_evict = on_load, on_evict
 
     def load(self, stage: int) -> None:
@@ -102,14 +103,15 @@ class StreamedWeights:
         launched until now are finished. Called when a Step is requested."""
         return () if self._queue is None else self._queue.mark_step()
 
-    def writable(self, stage: int) -> Events:
+    def writable_events(self, stage: int) -> Events:
         """Return events after which a stage's adapter weights may be overwritten by the Step that was
         requested with the last `mark_step`. No pass may have read the stage's weights since then."""
-        return () if self._queue is None else self._queue.writable(stage)
+        return () if self._queue is None else self._queue.writable_events(stage)
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Count the time in the context as waiting, less the time in which the device is still busy."""
+        """Add the time in the context to the waiting time of the device, except the time in which the device
+        is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -117,7 +119,7 @@ class StreamedWeights:
             return
         ready = recorded_event()
         yield
-        self.waited.note(ready, recorded_event())
+        self.waited.record_wait(ready, recorded_event())
 
     def begin_window(self) -> None:
         """Load the stages that must be on the device when a window begins. An unfinished window may have left
@@ -150,7 +152,7 @@ class _GpuQueue:
         stage is first used."""
         self._last_arrivals: dict[int, torch.cuda.Event] = {}
         """Maps each stage to the event of its adapters' latest arrival, until the stage is loaded again."""
-        self._writable: dict[int, torch.cuda.Event] = {}
+        self._write_events: dict[int, torch.cuda.Event] = {}
         """Maps each stage to an event after which the adapters in its slot are no longer read."""
         self._last_step: torch.cuda.Event | None = None
         """Event after which the last pass before the last Step is finished."""
@@ -167,7 +169,7 @@ class _GpuQueue:
             self._weights.on_load(stage)
             self._last_arrivals[stage] = self._adapter_arrivals[stage] = recorded_event()
         # Weights whose Step has been requested are not loaded with it.
-        self._writable[stage] = free
+        self._write_events[stage] = free
 
     def evict(self, stage: int, slot: int) -> None:
         self._evict_stream.wait_stream(torch.cuda.current_stream())
@@ -184,7 +186,7 @@ class _GpuQueue:
         there = beside if self._reader is None else self._reader.arrival_event(stage)
         for came in dict.fromkeys((there, beside)):
             torch.cuda.current_stream().wait_event(came)
-        self._weights.waited.note(ready, there)
+        self._weights.waited.record_wait(ready, there)
 
     def wait_for_compute(self) -> None:
         """Make Loads wait for the compute stream: the weights of a job attached since a slot was freed may
@@ -196,13 +198,13 @@ class _GpuQueue:
         evicted.record(self._evict_stream)
         self._last_step.record()
         # Stages loaded until now have weights from before this Step.
-        self._writable = dict(self._last_arrivals)
+        self._write_events = dict(self._last_arrivals)
         return evicted, self._last_step
 
-    def writable(self, stage: int) -> Events:
+    def writable_events(self, stage: int) -> Events:
         """Return the events after which the stage's adapters may be overwritten. Since the last Step, the
         stage may have been loaded into a slot from which another stage's adapters are still read."""
-        events = (self._last_step, self._writable.get(stage))
+        events = (self._last_step, self._write_events.get(stage))
         return tuple(event for event in events if event is not None)
 
 

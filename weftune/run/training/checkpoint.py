@@ -154,13 +154,13 @@ def restore(folder: Path, training: Training) -> bool:
             if name in found:
                 getattr(training.state, name).copy_(found[name])
         training.state.weights.copy_(training.master)
-        training.best = None
+        training.best_weights = None
         if stored.best_is_master:
-            training.best = training.master.clone()
+            training.best_weights = training.master.clone()
         elif "best" in found:
-            training.best = found["best"].to(training.master.device)
-        if training.mean is not None and "mean" in found:
-            training.mean.copy_(found["mean"])
+            training.best_weights = found["best"].to(training.master.device)
+        if training.mean_weights is not None and "mean" in found:
+            training.mean_weights.copy_(found["mean"])
         else:
             # The mean begins with the next step.
             training.progress.averaged = 0
@@ -195,7 +195,7 @@ def newest_progress(folder: Path) -> Progress | None:
 
 
 def rename_damaged(damaged_paths: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that they do not count as one of the two that are kept. Their files are
+    """Rename damaged checkpoints, so that they are not counted among the two that are kept. Their files are
     not deleted."""
     for path in damaged_paths:
         target = path.with_name(f"damaged-{path.name}")
@@ -216,8 +216,8 @@ class _Stored:
     vectors: Mapping[str, Tensor]
     """Maps names such as `master` to flat vectors over all parameters."""
     best_is_master: bool
-    """Whether the best weights are the master weights. A slice is written before the evaluation of its step,
-    so it has no copy of them."""
+    """Whether the best weights equal the master weights. If so, slices have no copy of the best weights,
+    since they are written before the evaluation of their step."""
 
 
 def _read(path: Path) -> _Stored | None:

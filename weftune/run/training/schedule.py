@@ -1,4 +1,4 @@
-"""Learning rates per step, as in transformers' schedules. Steps are counted from 1."""
+"""Learning-rate schedules, as in transformers. Steps are counted from 1."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Recipe:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the learning rate of a step: warm-up from 0, then the schedule down to 0 or, for a constant
-    schedule, no decay."""
+    """Return the learning rate of a step. It rises linearly from 0 during warm-up, then decays to 0 as the
+    schedule says, or stays constant if the schedule is `constant`."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

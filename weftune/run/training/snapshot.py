@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Share of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, this is a part
-of the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, it is taken
+from the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -60,7 +60,7 @@ def make_snapshot(training: Training, vectors: Mapping[str, Tensor] | None = Non
 
 def weights_snapshot(training: Training) -> Snapshot:
     """Return a snapshot with the master weights, and with the best weights if the job keeps them."""
-    vectors = {"master": training.master, "best": training.best}
+    vectors = {"master": training.master, "best": training.best_weights}
     return make_snapshot(training, {name: one.cpu() for name, one in vectors.items() if one is not None})
 
 
@@ -68,10 +68,10 @@ def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
     """Return the vectors of a job's checkpoint by name. A job that was assembled from several workers has no
     moments."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
-    if training.best is not None:
-        found["best"] = training.best
-    if training.mean is not None and training.progress.averaged:
-        found["mean"] = training.mean
+    if training.best_weights is not None:
+        found["best"] = training.best_weights
+    if training.mean_weights is not None and training.progress.averaged:
+        found["mean"] = training.mean_weights
     return {name: value for name, value in found.items() if len(value) == training.layout.size}
 
 
@@ -98,7 +98,7 @@ class Snapshots:
             start += _aligned_bytes(vector)
         copied = self._copy_vectors(vectors, copies)
         if training.master.is_cuda:
-            training.copied = copied
+            training.snapshot_copied = copied
         return replace(make_snapshot(training, copies), memory=memory, copied=copied)
 
     def release(self, snapshot: Snapshot) -> None:
@@ -166,10 +166,10 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Return the bytes of the job's largest possible snapshot. It includes the mean of the weights if the job
-    has one, and the best weights if `keeps_best`."""
+    """Return the size in bytes of the job's largest possible snapshot. It includes the mean of the weights if
+    the job has one, and the best weights if `keeps_best`."""
     found = checkpoint_vectors(training)
-    later = {"best": keeps_best, "mean": training.mean is not None}
+    later = {"best": keeps_best, "mean": training.mean_weights is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
     return sum(map(_aligned_bytes, found.values())) + more * _aligned_bytes(training.master)
 

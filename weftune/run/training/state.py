@@ -66,7 +66,7 @@ class StepOutcome:
     grad_norm: float
     learning_rate: float
     token_accuracy: float | None
-    """Share of supervised tokens that were predicted. None if no token is supervised."""
+    """Fraction of the supervised tokens that were predicted correctly. None if no token is supervised."""
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Maps the name of each metric of the job's objective to its mean over the global batch."""
@@ -86,7 +86,7 @@ class EvaluationSums:
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
     maxima: int = 0
-    """Number of metrics at the end of the list that are maxima over the samples. All others are sums."""
+    """Number of metrics, at the end of `metrics`, that are maxima over the samples. All others are sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -105,7 +105,7 @@ class EvaluationSums:
 
     @property
     def _sums(self) -> int:
-        """Number of metrics that are sums."""
+        """Number of elements of `metrics` that are sums, not maxima."""
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
@@ -120,13 +120,13 @@ class Training:
     layout: VectorLayout
     state: AdamState
     progress: Progress = field(default_factory=Progress)
-    best: Tensor | None = None
+    best_weights: Tensor | None = None
     """Master weights at the best evaluation, if the job keeps them."""
-    mean: Tensor | None = None
+    mean_weights: Tensor | None = None
     """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
     evaluate this mean at their rungs (the steps at which trials are compared)."""
-    open: OpenBatch | None = None
-    copied: torch.cuda.Event | None = None
+    open_batch: OpenBatch | None = None
+    snapshot_copied: torch.cuda.Event | None = None
     """Event after which the copy of a snapshot is complete. None if no copy can still be running."""
 
     @property
@@ -142,11 +142,11 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """Return the next optimizer update. The gradient, whose norm is `norm`, is clipped as the recipe
-        says. The device makes the update after any snapshot that is still being copied."""
-        if self.copied is not None:
-            torch.cuda.current_stream(self.master.device).wait_event(self.copied)
-            self.copied = None
+        """Return the next optimizer step, with the factor that clips the gradient, whose norm is `norm`. The
+        device is made to wait until a running copy of a snapshot is complete."""
+        if self.snapshot_copied is not None:
+            torch.cuda.current_stream(self.master.device).wait_event(self.snapshot_copied)
+            self.snapshot_copied = None
         step = self.progress.step + 1
         kind = get_kind(self.adapter.spec.kind)
         kind.before_step(self.adapter, step, lambda: self.layout.parameter_views(self.master))
@@ -166,12 +166,12 @@ class Training:
         self, segment: Segment, loss: Tensor, correct: Tensor, metrics_M: Tensor | None = None
     ) -> None:
         """Add a microbatch's loss, correct predictions and metrics to the open global batch."""
-        tokens, before = segment.tokens, self.open
+        tokens, before = segment.tokens, self.open_batch
         if before is None:
             # Most batches are one microbatch: with a thousand jobs every saved launch counts.
-            self.open = OpenBatch(loss.detach(), correct, tokens, metrics_M)
+            self.open_batch = OpenBatch(loss.detach(), correct, tokens, metrics_M)
         else:
-            self.open = OpenBatch(
+            self.open_batch = OpenBatch(
                 before.loss + loss.detach(),
                 before.correct + correct,
                 before.tokens + tokens,
@@ -181,29 +181,31 @@ class Training:
             )
 
     def update_mean(self) -> None:
-        """Include the latest step's master weights in the mean. This allocates nothing, so it cannot fail."""
-        if self.mean is None:
+        """Include the latest step's master weights in the mean. No memory is allocated, so this cannot
+        fail."""
+        if self.mean_weights is None:
             return
         progress, step = self.progress, self.progress.step
         first = next((first for first, last in self.recipe.averaged if step <= last), None)
         if first is None:
             # The job has passed its last rung.
-            self.mean, progress.averaged = None, 0
+            self.mean_weights, progress.averaged = None, 0
             return
         before = progress.averaged if step > first else 0
         progress.averaged = before + 1 if step >= first else 0
         if progress.averaged:
-            self.mean.lerp_(self.master, 1 / progress.averaged)
+            self.mean_weights.lerp_(self.master, 1 / progress.averaged)
 
     @property
     def evaluated_weights(self) -> Tensor:
-        """Weights that a sweep evaluates at a rung: the mean, or the master weights if there is no mean."""
-        return self.mean if self.mean is not None and self.progress.averaged else self.master
+        """Weights that a sweep evaluates at a rung: the mean of the last weights, or the master weights if
+        there is no mean."""
+        return self.mean_weights if self.mean_weights is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
         """Drop the sums and the gradient of an unfinished global batch, as if no microbatch of it had run."""
         self.gradient.zero_()
-        self.open = None
+        self.open_batch = None
 
     def record_evaluation(
         self,
@@ -213,8 +215,8 @@ class Training:
         counts: bool = True,
         score: float | None = None,
     ) -> bool:
-        """Record an evaluation and return whether it is the best so far. The best one has the lowest loss or,
-        if the job has its own metric, the highest `score`; of equal scores, the one with the lowest loss. If
+        """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
+        the job has its own metric, with the highest `score` and, among equal scores, the lowest loss. If
         `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
         only a sweep requested, which is not compared."""
         progress = self.progress
@@ -231,7 +233,7 @@ class Training:
             return False
         progress.best_loss, progress.best_step, progress.best_score = loss, progress.step, score
         if keep_best:
-            self.best = self.master.clone()
+            self.best_weights = self.master.clone()
         return True
 
 
@@ -241,7 +243,8 @@ def _evaluation_order(loss: float, score: float | None) -> tuple[float, float]:
 
 
 class Roster:
-    """The attached jobs; all parts of an executor share one roster."""
+    """The training states of the attached jobs, and which of them have failed. All parts of an executor share
+    one roster."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
@@ -250,7 +253,7 @@ class Roster:
 
     def has_open_batch(self) -> bool:
         """Return whether a global batch is open."""
-        return any(training.open is not None for training in self.trainings.values())
+        return any(training.open_batch is not None for training in self.trainings.values())
 
     def collect(
         self,
@@ -306,7 +309,7 @@ def new_training(
     )
     # Allocated now, when its memory is counted, so that no Step runs out of memory for it.
     mean = torch.zeros_like(master) if recipe.averaged else None
-    return Training(adapter, recipe, layout, state, mean=mean)
+    return Training(adapter, recipe, layout, state, mean_weights=mean)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

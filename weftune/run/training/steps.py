@@ -30,12 +30,12 @@ class StepRequest:
     of supervised tokens in that batch."""
 
     training: Training
-    supervised: int
+    supervised_tokens: int
 
     def token_accuracy(self, correct: float) -> float | None:
         """Return the fraction of the supervised tokens that were predicted correctly. None if no token is
         supervised."""
-        return correct / self.supervised if self.supervised else None
+        return correct / self.supervised_tokens if self.supervised_tokens else None
 
 
 Outcome = StepOutcome | str
@@ -73,7 +73,7 @@ class StepRun:
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
-    arrived: tuple[torch.cuda.Event, ...] = ()
+    arrival_events: tuple[torch.cuda.Event, ...] = ()
     """Events after which all gradients are on the host, if they are copied to it."""
     _values_JV: Tensor | None = None
     """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host
@@ -125,7 +125,7 @@ class StepsUnderway:
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
-        """Whether the steps are already finished. Then reading the outcomes does not block."""
+        """Whether the steps are already finished, so that reading their outcomes does not block."""
         self.is_used = False
         """Whether a pass has included one of the jobs since their steps were requested."""
         self._watches: list[Stopwatch] = []
@@ -166,7 +166,7 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
         known = zip(updates, factor_J.tolist(), strict=True)
         updates = tuple(replace(one, factor=factor) for one, factor in known)
     for training in trainings:
-        training.open = None
+        training.open_batch = None
     return StepRun(
         tuple(requests), updates, tokens, norm_J, sums_JS, factor_J.float() if by_kernels else None
     )
@@ -243,7 +243,7 @@ def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
     if (reason := apply_update(one)) is not None:
         return reason
     tokens = open_batch_tokens(training)
-    training.open = None
+    training.open_batch = None
     return _finish_step(request, sums, one.learning_rate, tokens)
 
 
@@ -287,8 +287,8 @@ def open_batch_tokens(training: Training) -> int:
 
 
 def _open_batch(training: Training) -> OpenBatch:
-    assert training.open is not None, "a step needs an open batch"
-    return training.open
+    assert training.open_batch is not None, "a step needs an open batch"
+    return training.open_batch
 
 
 def batch_totals(training: Training) -> Tensor:

@@ -41,21 +41,22 @@ class Writer:
     def __init__(
         self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
     ) -> None:
-        """Start the writer. `device` is the device that trains; snapshots use at most `max_bytes`."""
+        """Start the writer's threads. `device` is the device that trains, and `max_bytes` the maximum host
+        memory of snapshots."""
         self.snapshots = Snapshots(device, max_bytes)
         usual = max(MIN_THREADS, min(MAX_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
-        self._last: dict[str, Future[Any]] = {}
+        self._last_futures: dict[str, Future[Any]] = {}
         """Maps each job to the future of its last unfinished request."""
         self._lock = Lock()
-        self._failed: deque[tuple[Snapshot, Exception]] = deque()
+        self._failed_writes: deque[tuple[Snapshot, Exception]] = deque()
         """Checkpoints that could not be written since the last call of `unsaved`, with their errors. They
         have a list of their own, since a scan of all pending requests after every step would be slow."""
 
     def run(self, job: str, function: Callable[[], T]) -> Future[T]:
         """Call `function` in a writer thread once all earlier requests of this job are done. Return a future
         of its result."""
-        before = self._last.get(job)
+        before = self._last_futures.get(job)
 
         def run_in_turn() -> T:
             if before is not None:
@@ -65,14 +66,14 @@ class Writer:
 
         future = self._threads.submit(run_in_turn)
         with self._lock:
-            self._last[job] = future
+            self._last_futures[job] = future
         future.add_done_callback(partial(self._forget_done, job))
         return future
 
     def _forget_done(self, job: str, future: Future[Any]) -> None:
         with self._lock:
-            if self._last.get(job) is future:
-                del self._last[job]
+            if self._last_futures.get(job) is future:
+                del self._last_futures[job]
 
     def write(self, snapshot: Snapshot, function: Callable[[Snapshot], T]) -> Future[T]:
         """Call `function` with a snapshot in a writer thread, then release the snapshot's memory."""
@@ -88,26 +89,26 @@ class Writer:
         try:
             checkpoint.write(folder, snapshot)
         except Exception as error:
-            self._failed.append((snapshot, error))
+            self._failed_writes.append((snapshot, error))
             raise
 
     def unsaved(self) -> list[Unsaved]:
         """Return the checkpoints that could not be written since the last call. Raise errors that are not
         disk errors."""
         found = []
-        while self._failed:
-            snapshot, error = self._failed.popleft()
+        while self._failed_writes:
+            snapshot, error = self._failed_writes.popleft()
             found.append(Unsaved(snapshot.job, snapshot.progress.step, _is_disk_error(error)))
         return found
 
     def wait(self, job: str) -> None:
-        """Wait until all requests of this job are done."""
-        if (last := self._last.get(job)) is not None:
+        """Wait until all requested writes of this job are done."""
+        if (last := self._last_futures.get(job)) is not None:
             wait([last])
 
     def forget(self, job: str) -> None:
-        """Cancel the last request of this job, unless a thread has begun it."""
-        if (last := self._last.get(job)) is not None:
+        """Cancel the latest request to write a file of this job, unless a thread has already begun it."""
+        if (last := self._last_futures.get(job)) is not None:
             last.cancel()
 
     def close(self, cancels_waiting: bool = False) -> None:

@@ -37,9 +37,10 @@ from weftune.run.training.steps import BatchSums, StepRequest, batch_totals, fin
 from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
 
 DEAD = math.nan
-"""Value that replaces the sums and the decision of a job that has failed and makes no more Steps."""
+"""Value that workers send in place of the sums and the decision of a job that has failed and makes no more
+Steps."""
 ABANDONED = -math.inf
-"""Value that replaces the loss and the decision of a batch that a worker could not finish."""
+"""Value that workers send in place of the loss and the decision of a batch that a worker could not finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class WorkerReport:
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Maps each job that failed on this worker after the first worker's decision to the reason."""
+    """Maps each job whose optimizer step failed on this worker, although the first worker had decided to make
+    it, to the reason."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
     """Reason why this worker could not compute the whole window; empty if it could."""
@@ -72,7 +74,8 @@ class WorkerReport:
 
 
 class Agreed:
-    """The `Agreement` implementation of a worker that decides together with other workers."""
+    """The `Agreement` of a worker that makes the decisions about optimizer steps together with other
+    workers."""
 
     def __init__(
         self,
@@ -82,9 +85,9 @@ class Agreed:
         worker: int,
         shards: Shards | None = None,
     ) -> None:
-        """`worker` is the index of this worker's list of actions. `shards` is given if several workers run
-        this list, because each layer is divided among them. Their sums are the same to the bit, so all of
-        them make the same decisions."""
+        """`worker` is the index of the list of actions that this worker runs. `shards` is given if each layer
+        is divided among several workers. These run the same list, and their sums are equal to the bit, so
+        they make the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO
@@ -214,7 +217,7 @@ class Agreed:
             training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
             loss, correct, *_ = total_N[-SUMS_PER_MESSAGE:]
             tokens, metrics_M = batch.tokens - batch.prefix_rows, total_N[2 - SUMS_PER_MESSAGE :]
-            training.open = OpenBatch(loss, correct, tokens, metrics_M)
+            training.open_batch = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
         """Add this worker's sums of a batch to those of later stages, and send the result to the first
@@ -269,7 +272,7 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark a job as failed on all shards if it has failed on any of them."""
+        """Mark each of the Steps' jobs as failed on all shards if it has failed on any of them."""
         dead = shards.any_over_shards([step.job in self._roster.dead for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.dead:
@@ -291,7 +294,7 @@ class Agreed:
         sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
         reason = find_step_problem(training, sums)
         self._announce_decision(batch_index, DEAD if reason else sums.norm)
-        outcome = reason or self._adapters.make(StepRequest(training, batch.supervised_tokens), sums)
+        outcome = reason or self._adapters.make_step(StepRequest(training, batch.supervised_tokens), sums)
         if isinstance(outcome, str):
             self._adapters.kill(job)
             yield Failed(job, outcome)
@@ -299,7 +302,8 @@ class Agreed:
             yield Stepped(job, training.progress.step, outcome)
 
     def _follow_decision(self, job: str, step: int) -> None:
-        """Receive the first worker's decision on a Step and follow it. Called on all other workers."""
+        """Receive the first worker's decision on a Step, and make the Step or mark the job as failed. Called
+        on all other workers."""
         batch_index, batch = self._batches[job, step]
         while batch_index not in self._decisions:
             number, norm = self._transport.receive_decision().tolist()
@@ -312,7 +316,7 @@ class Agreed:
             self._adapters.kill(job)
             return
         request = StepRequest(self._roster.trainings[job], batch.supervised_tokens)
-        outcome = self._adapters.make(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
+        outcome = self._adapters.make_step(request, BatchSums(loss=0.0, norm=norm, correct=0.0))
         if isinstance(outcome, str):
             self.report.failures[job] = outcome
             self._adapters.kill(job)

@@ -1,8 +1,9 @@
 """Conversion of messages between workers to bytes: a JSON header and the raw bytes of tensors, never a
 pickle.
 
-The header gives the type of every value. A record is looked up by its class name among those that a message
-may hold, so bytes can name no other class. With a secret, messages that were not signed with it are refused.
+The header gives the type of every value. The class of a dataclass instance is looked up by name among those
+that a message may contain, so bytes can name no other class. With a secret, messages that were not signed
+with it are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def encode(value: object, secret: bytes = b"") -> bytes:
 
 
 def decode(message: bytes, records: Mapping[str, type], secret: bytes = b"") -> Any:
-    """Return the message that the bytes encode. `records` maps names to records that it may hold."""
+    """Return the message that the bytes encode. `records` maps the names of the dataclasses that it may
+    contain to the classes."""
     if secret:
         digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
@@ -67,8 +69,8 @@ class _Packer:
         self._end = 0
 
     def to_json(self, value: object) -> object:
-        """Return numbers, strings, booleans and None unchanged, and any other value as a tag and its
-        contents."""
+        """Return a value in a form that JSON can represent: numbers, strings, booleans and None unchanged,
+        any other value as a list of a tag, which names its type, and its contents."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -130,7 +132,7 @@ def _decode_value(json_value: Any, tensors: list[Tensor], records: Mapping[str, 
 
 
 def _build_record(kind: type, values: list[Any]) -> Any:
-    """Return a record whose fields have the given values. Its constructor is not run."""
+    """Return an instance of the dataclass `kind` with the given field values. Its constructor is not run."""
     made: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
         object.__setattr__(made, one.name, value)
@@ -139,8 +141,8 @@ def _build_record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a mapping from names to classes of all records that a value of this type can contain, according
-    to its annotations."""
+    """Return a dict from name to class of all dataclasses whose instances a value of the type `kind` can
+    contain, according to its annotations."""
     found: dict[str, type] = {}
     _collect_records(kind, found)
     return found

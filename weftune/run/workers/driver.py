@@ -98,8 +98,8 @@ class Driver:
         delay: float = 0.0,
     ) -> None:
         """`loaded` is this worker's part of the base. `checkpoints` returns the folder of a job's
-        checkpoints, which is the same for every worker. `delay` slows the links down, in seconds per message,
-        for tests."""
+        checkpoints, which is the same for every worker. `delay` is the number of seconds by which tests delay
+        every message."""
         self.base = base = loaded_base(loaded)
         self.control = control
         position = control.connections.position
@@ -180,7 +180,8 @@ class Driver:
         return _assemble_training(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """Mark the job as failed. The other workers are notified with the next decision."""
+        """Mark the job as failed. The other workers learn of it from the first worker's next decision on a
+        Step of the job."""
         self._own.kill(job)
 
     def record_evaluation(
@@ -197,7 +198,8 @@ class Driver:
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:
-            pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
+            pending.progress = copy.copy(training.progress)
+            pending.keeps_best = training.best_weights is not None
 
     def use_mean_weights(self, job: str) -> None:
         self._own.use_mean_weights(job)
@@ -241,7 +243,7 @@ class Driver:
             replica = program.replica(worker // self.shards)
             self.control.command(worker, RunProgram(program, shares[replica]))
         fetch = fetch_from(program, shares[0])
-        yield from self._own.run(program, fetch, overdue=lambda: self._ends_window_early(request))
+        yield from self._own.run(program, fetch, is_overdue=lambda: self._ends_window_early(request))
         self._transport.flush()
         while len(self._window_reports) < len(self.control.workers):
             if (received := self.control.next_answer(STOP_CHECK_SECONDS)) is not None:
@@ -351,7 +353,7 @@ class Driver:
         key = job, snapshot.progress.step
         own_slice = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
         self._pending[key] = _PendingCheckpoint(
-            folder, snapshot.progress, training.adapter.seed, training.best is not None, own_slice
+            folder, snapshot.progress, training.adapter.seed, training.best_weights is not None, own_slice
         )
         for worker, early in self._early_slices.pop(key, {}).items():
             self._handle_slice(worker, early)
@@ -398,7 +400,8 @@ class Driver:
             self._pending[key].slices[worker] = answer
 
     def _commit_checkpoints(self) -> None:
-        """Rename the folders of complete checkpoints, except those whose evaluation is still to come."""
+        """Rename the folders of complete checkpoints to their final names, except those whose evaluation is
+        still to come."""
         for key, pending in list(self._pending.items()):
             if key[0] in self._own.dead:
                 del self._pending[key]
@@ -447,8 +450,8 @@ def open_pipeline(
 
 
 def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Return a map from each microbatch to the seconds of its actions of these kinds, as a mean over
-    workers."""
+    """Return a dict from each microbatch's index to the total seconds of its actions of these kinds, as a
+    mean over workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:

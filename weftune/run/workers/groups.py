@@ -41,7 +41,8 @@ class WorkerPosition:
     replicas: int = 1
     """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
     ring: bool = False
-    """Whether there are more stages than workers. The last worker then sends to the first."""
+    """Whether there are more stages than workers, so that the last worker also sends hidden states to the
+    first."""
     shards: int = 1
     """Number of workers (shards) among which each layer is divided. They follow one another in the order of
     workers."""
@@ -355,7 +356,7 @@ def find_interface(host: str) -> str | None:
 
 
 def _addresses() -> dict[str, set[str]]:
-    """Return a map from each network interface to its addresses."""
+    """Return a dict from each network interface of this machine to its addresses."""
     return {
         name: {address.address for address in addresses if address.family is socket.AF_INET}
         for name, addresses in psutil.net_if_addrs().items()

@@ -1,7 +1,7 @@
-"""A heartbeat: every worker of a pipeline writes a mark to the store every second and checks the marks of the
-others.
+"""A heartbeat: every worker of a pipeline writes a counter to the shared store every second and checks the
+counters of the others.
 
-A worker that died or hangs writes no marks. A worker that notices this ends its own process at once: no
+A worker that died or hangs writes nothing. A worker that notices this ends its own process at once: no
 running work could finish, and the launcher restarts all workers from the last checkpoints.
 """
 
@@ -20,10 +20,11 @@ from weftune.run.workers.groups import WorkerPosition, restart_count
 
 BEAT_SECONDS = 1.0
 LOST_AFTER_SECONDS = 7.0
-"""Seconds without a new mark after which a worker counts as lost. Marks are checked every second, so the loss
-is noticed within 10 seconds."""
+"""Seconds without a new heartbeat after which a worker counts as lost. Heartbeats are checked every second,
+so the loss is noticed within 10 seconds."""
 ABSENT_AFTER_SECONDS = 300.0
-"""Seconds after which a worker without any mark counts as lost. Its machine may be slow to import."""
+"""Seconds after which a worker that has not written its first heartbeat counts as lost. Its imports may be
+slow."""
 LOST = 75
 """Exit code of a worker that lost another worker. A restart can fix this failure."""
 
@@ -39,20 +40,21 @@ class Heartbeat:
         self._restart_count = restart_count()
         self._stop = threading.Event()
         self._answered = time.monotonic()
-        """Time at which the store last answered."""
+        """Time of the machine's clock, in seconds, at which the store last answered."""
         self._thread = threading.Thread(target=self._write_marks, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write this worker's first mark and start to check the others. Called before connecting, so that the
-        loss of any connected worker is noticed."""
+        """Write this worker's first heartbeat to the store, and start to check those of the other workers.
+        Called before connecting, so that the loss of any connected worker is noticed."""
         self._store.set(self._key(self._position.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Write a mark that this worker has ended normally, so that it does not count as lost."""
+        """Write to the store that this worker has ended normally, so that the others do not count it as
+        lost."""
         self._stop.set()
         self._thread.join(LOST_AFTER_SECONDS)
         # The launcher may have ended first; then there is no store to write to.

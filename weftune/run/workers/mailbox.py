@@ -1,4 +1,5 @@
-"""Queues of tensors between workers: receives are posted ahead, and a sender never waits for an arrival.
+"""Queues of tensors between workers. Receives are posted ahead, and a sender never waits until a tensor has
+arrived.
 
 With NCCL, an operation that waits for its peer occupies the device. Every operation that synchronises the
 device (such as the capture of a graph, or the return of memory to the driver) then waits for the peer, and
@@ -42,11 +43,12 @@ class PeerLane:
     """Process group in host memory that announces each tensor. None if the operations of `group` wait in host
     memory themselves, as those of gloo do."""
     watch: WaitWatch | None = None
-    """In tests, the object that detects workers that wait for one another. None otherwise."""
+    """In tests, the object that detects deadlocks between workers. None otherwise."""
 
     @contextmanager
     def record_wait(self, description: object) -> Iterator[None]:
-        """Run a wait for the peer inside the context. Raise PeerLost if the peer is gone."""
+        """Return a context in which the caller waits for the peer. An error that shows that the peer is gone
+        is raised as PeerLost."""
         recorded = (
             nullcontext() if self.watch is None else self.watch.record_wait([self.peer], str(description))
         )
@@ -78,8 +80,8 @@ class Inbox:
         self._post_receive()
 
     def receive(self, description: object = "a tensor") -> Tensor:
-        """Return the next tensor, on this worker's device. `description` describes the tensor in messages
-        about workers that wait for one another in a circle."""
+        """Return the next tensor, on this worker's device. `description` names the tensor in error messages
+        about deadlocks between workers."""
         self._post_receive()
         buffer, work = self._posted.popleft()
         with self._lane.record_wait(description):
@@ -119,8 +121,8 @@ class DirectInbox:
         self._post_receive()
 
     def receive(self, description: object = "a tensor") -> Tensor:
-        """Return the next tensor, on this worker's device. `description` describes the tensor in messages
-        about workers that wait for one another in a circle."""
+        """Return the next tensor, on this worker's device. `description` names the tensor in error messages
+        about deadlocks between workers."""
         self._post_receive()
         with self._lane.record_wait(description):
             work = self._next_started()

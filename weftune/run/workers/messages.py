@@ -34,8 +34,8 @@ from weftune.run.workers.mailbox import PeerLane, PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The command to load a part of a base. `delay` slows the links down, in seconds per message, for tests
-    and benchmarks."""
+    """The command to load a part of a base. `delay` is the number of seconds by which tests and benchmarks
+    delay every message."""
 
     spec: BaseSpec
     part: WorkerLayout
@@ -64,9 +64,9 @@ class RunProgram:
 
 
 JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
-"""'keep best': keep the current weights, since the last evaluation was the best. 'show mean' and 'show
-master': make passes read the mean of the last weights, or the job's own weights again. 'save slice': write a
-slice of a checkpoint. 'detach': detach the job and return its weights. Only workers in
+"""Actions of a `JobCommand`. 'keep best': keep the current weights, since the last evaluation was the best.
+'show mean' and 'show master': make passes read the mean of the last weights, or the latest weights again.
+'save slice': write a slice of a checkpoint. 'detach': detach the job and return its weights. Only workers in
 `WorkerControl.writers` write slices and return weights, since the others hold the same weights."""
 
 
@@ -93,8 +93,8 @@ class Begun:
     """The answer to `Begin`: the worker's part of the base is loaded, or the reason why it is refused."""
 
     refusal: str = ""
-    """A sentence about a user's mistake that only this worker could see, shown by the first worker. Empty if
-    the part of the base is loaded."""
+    """Error message for the user, which the first worker shows, if the base cannot be loaded for a reason
+    that only this worker could find. Empty if its part of the base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class CommandReceiver:
         )
         self._queue: queue.Queue[Command | MessageError] = queue.Queue()
         self._send_lock = threading.Lock()
-        """Lock for sending answers: threads that write slices also send answers."""
+        """Lock that serialises answers, since threads that write slices also send answers."""
         self.stop_requested = threading.Event()
         """An event that is set if the running Program is to end early."""
         threading.Thread(target=self._receive_all, daemon=True).start()
@@ -219,7 +219,7 @@ MESSAGE_RECORDS = {
     **records_in(Union[*KINDS.values()]),
     **records_in(Union[*OBJECTIVES.values()]),
 }
-"""Maps the name of each record that a message may hold to its class."""
+"""Maps the name of each dataclass that a message may contain to the class."""
 
 
 def send_message(message: Command | Answer, lane: PeerLane) -> None:

@@ -1,9 +1,9 @@
 """A process group with NCCL's rules on top of gloo, for tests of several workers on a CPU.
 
-The operations of a communicator complete one after another, in the order in which each member enqueued
-them. A send completes only when its receive has been enqueued, since nothing is buffered. All members must
-enqueue operations that match in kind, size and order. Gloo tolerates orders that break these rules; here a
-mismatch raises OrderError on every member, and so does a circle of workers that wait for one another.
+The operations of a communicator complete one after another, in the order in which each member enqueued them.
+A send completes only when its receive has been enqueued, since nothing is buffered. All members must enqueue
+operations that match in kind, size and order. Gloo tolerates orders that break these rules; here a mismatch
+raises OrderError on every member, and so does a deadlock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ BACKEND = "ordered"
 POLL_SECONDS = 0.5
 """Seconds between two checks of what the other workers wait for."""
 STABLE_POLLS = 6
-"""Number of times in a row that the same circle must be found, since a message may be on its way."""
+"""Number of consecutive checks that must find the same deadlock before it is reported, since a message may be
+on its way."""
 
 
 class OrderError(AssertionError):
-    """Raised for an order of operations that hangs or mixes up messages with NCCL: always a bug in
-    Weftune."""
+    """Raised for an order of operations with which NCCL would hang or mix up messages. Such an order is
+    always a bug in Weftune."""
 
 
 # -- circles of workers that wait for one another ---------------------------------------------------------
@@ -55,21 +56,21 @@ class Wait:
 
 
 class WaitWatch:
-    """Records what this worker waits for in a store that all workers share, and finds workers that wait for
-    one another in a circle."""
+    """A detector of deadlocks between workers. Each worker records what it waits for in a store that all
+    share, and searches for a cycle of workers that wait for one another."""
 
     def __init__(self, store: Any, worker: int) -> None:
         self._store, self._worker = store, worker
         self._numbers = count()
         self._circle: tuple[tuple[int, Wait], ...] = ()
-        """Workers of the last circle that was found, each with its wait."""
+        """Workers of the last cycle that was found, each with its wait."""
         self._seen = 0
-        """Number of times in a row that the last circle was found again."""
+        """Number of consecutive checks in which the last cycle was found again."""
 
     @contextmanager
     def record_wait(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
-        """Record that this worker waits inside the context. After an OrderError the record stays, so that the
-        other workers of the circle find it, too."""
+        """Return a context in which this worker counts as waiting for `peers`. After an OrderError it still
+        does, so that the other workers of the deadlock find it, too."""
         wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
         self._store.set(_key(self._worker), json.dumps(asdict(wait)))
         try:
@@ -82,8 +83,8 @@ class WaitWatch:
         self._store.set(_key(self._worker), "")
 
     def check_for_circle(self) -> None:
-        """Raise OrderError if the same circle with this worker has been found several times in a row. Called
-        repeatedly while the worker waits."""
+        """Raise OrderError if this worker is in a deadlock, which several consecutive checks must have found.
+        Called repeatedly while the worker waits."""
         circle = self._find_circle()
         self._seen = self._seen + 1 if circle and circle == self._circle else 0
         self._circle = circle
@@ -92,7 +93,8 @@ class WaitWatch:
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
     def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
-        """Return the workers of a circle with this worker, each with its wait. Empty if there is none."""
+        """Return the workers of a cycle that wait for one another and include this worker, each with its
+        wait. Empty if there is none."""
         own = self._read(self._worker)
         if own is None:
             return ()
@@ -193,7 +195,8 @@ class OrderedWork:
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """A communicator of some workers. Two of them can send and receive; all of them together can sum."""
+    """A process group of some workers with NCCL's rules. Two of them can send and receive; all of them
+    together can sum."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
@@ -265,6 +268,6 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Register the backend with torch, if that has not been done."""
+    """Register this backend for process groups with torch, unless it is registered already."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda options, _: OrderedGroup(options), True, ["cpu"])

@@ -83,7 +83,8 @@ class Paces:
         measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Predicted times of Loads if stages are streamed. They are not measured."""
+        """Predicted times of Loads (copies of stages to the device), which are not measured. None unless
+        stages are streamed."""
 
     @property
     def measured(self) -> bool:
@@ -130,7 +131,7 @@ class Paces:
         return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
-        """Return paces that are guessed from the number of layers alone."""
+        """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
         return tuple(stage.guessed_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:

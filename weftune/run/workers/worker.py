@@ -50,8 +50,8 @@ from weftune.run.workers.transport import Transport
 
 
 def shard_team(connections: WorkerConnections) -> ShardTeam | None:
-    """Return the team of workers among which this worker's layers are divided. None if layers are not
-    divided."""
+    """Return the workers that divide every layer of this worker's stage into shards, as a `ShardTeam`. None
+    if layers are not divided."""
     group, position = connections.shard_group, connections.position
     if group is None:
         return None
@@ -175,7 +175,7 @@ class Worker:
                     self._run(run)
                 case JobCommand("keep best", job):
                     training = self.executor.attached[job]
-                    training.best = training.master.clone()
+                    training.best_weights = training.master.clone()
                 case JobCommand("show mean", job):
                     self.executor.use_mean_weights(job)
                 case JobCommand("show master", job):
@@ -217,7 +217,7 @@ class Worker:
         # The peak of this window, as the first worker reports its own; not that of loading.
         reset_peak(self.base.device)
         fetch = fetch_from(run.program, run.microbatches)
-        for event in self.executor.run(run.program, fetch, overdue=self.receiver.stop_requested.is_set):
+        for event in self.executor.run(run.program, fetch, is_overdue=self.receiver.stop_requested.is_set):
             # A shard of the first stage decides like the first worker, which reports the Steps of both.
             if isinstance(event, SaveDue) and self.position.writes_checkpoints:
                 self._save(event.job)
@@ -228,12 +228,13 @@ class Worker:
         self.receiver.answer(report)
 
     def _save(self, job: str) -> None:
-        """Take a snapshot of the job and write it as a slice. The first worker is notified when the slice is
-        written, or why it cannot be written."""
+        """Take a snapshot of the job, and write it as this worker's file (slice) of the checkpoint. The first
+        worker is told when the slice is written, or why that is not possible."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        """Write a slice in the writer's thread, and report it to the first worker."""
+        """Write this worker's file (slice) of a job's checkpoint, and report it to the first worker. Called
+        in a thread of the writer."""
         job, step = snapshot.job, snapshot.progress.step
         try:
             self.receiver.answer(write_slice(folder, snapshot, self.position.worker))
