@@ -163,7 +163,7 @@ def outline_jobs(
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
     """Return the facts about each job that a plan needs. Jobs in `averaged_jobs` keep a running mean of their
-    weights. Raise one DataError with the mistakes of all jobs."""
+    weights. Raise one DataError that lists what is wrong with the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS

@@ -77,8 +77,8 @@ class ShareMistake:
 
 
 ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
-"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team
-trains all jobs, their results."""
+"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team of
+processes trains all jobs, their results."""
 
 
 def train_shares(
@@ -271,9 +271,9 @@ def _run_shares(
 def _supervise_teams(
     teams: Sequence[Team], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str], dict[str, Result]]:
-    """Run the teams, and restart a team if one of its processes crashes or hangs. Return how each team ended,
-    a dict from the index of each failed team to the reason, and the results of a team that trains all jobs.
-    `resume` is the command line that resumes the run."""
+    """Run teams of processes, and restart a team if one of its processes crashes or hangs. Return how each
+    team ended, a dict from the index of each failed team to the reason, and the results of a team that trains
+    all jobs. `resume` is the command line that resumes the run."""
     failures: dict[int, str] = {}
     results: dict[str, Result] = {}
     shown_sentences: set[str] = set()
@@ -450,8 +450,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
 
 
 def _exit_with_launcher() -> None:
-    """Wait until the launcher ends, and then end this process. Otherwise no process would gather its records,
-    and its jobs would still be training when the run is resumed."""
+    """Wait until the launcher ends, and then end this process. If it continued, its jobs would still be
+    training when the run is resumed, and no launcher would collect its records."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

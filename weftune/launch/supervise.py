@@ -58,11 +58,11 @@ PRELOADED = [
 
 THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
-"""Number of times that a team is restarted after one of its members was lost."""
+"""Maximum number of times that a team of processes is restarted after a process was lost."""
 POLL_SECONDS = 1.0
 """Seconds between two checks of the processes, and between the messages that show that a process is alive."""
 GRACE_SECONDS = 15.0
-"""Seconds that the other members of a team have to end after the first has ended."""
+"""Seconds that the other processes of a team have to end after the first process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """How a team has ended: the exit code of its first process, or the code LOST and a sentence about the
-    process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the code LOST and a sentence
+    about the process that was lost."""
 
     code: int
     loss_reason: str = ""
@@ -135,7 +135,7 @@ class Supervisor:
         self._stop_requested = threading.Event()
 
     def run(self) -> list[TeamEnd]:
-        """Run all teams to their end and return how each ended."""
+        """Run all teams until they have ended, and return how each ended."""
         numbers = range(len(self._teams))
 
         def leader_processes() -> list[Any]:
@@ -191,7 +191,8 @@ class Supervisor:
             process.process.join()
 
     def _check_worker_team(self, number: int) -> None:
-        """Check one team: record how it ended, restart it if a process was lost, or kill silent processes."""
+        """Check one team of processes: record how it ended, restart it if a process was lost, or kill its
+        silent processes."""
         first, *others = self._processes[number]
         if UNGUARDED in (one.code for one in self._processes[number]):
             raise UserError(

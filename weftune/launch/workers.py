@@ -121,9 +121,9 @@ def launch(
 def connected_team(
     main: WorkerMain, names: Sequence[str], name: str, prints_to_terminal: bool = False
 ) -> Team:
-    """Return a team of workers that connect to one another, one for each of `names`. `name` is the name of
-    the team. With `prints_to_terminal`, the first worker prints to the launcher's output instead of a log
-    file."""
+    """Return a team of workers (processes that are restarted together) that connect to one another, one for
+    each of `names`. `name` is the name of the team. With `prints_to_terminal`, the first worker prints to the
+    launcher's output instead of a log file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []

@@ -1,6 +1,6 @@
 """Requests to the training loop, which it reads at window boundaries: jobs enter, leave, and change priority.
 
-A plain run reads them from files in its output folder (`FolderInbox`).
+A run of `weftune train` reads them from files in its output folder (`FolderInbox`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weftune.trainer.loop import Loop
 
 NAMED_JOBS = 8
-"""Maximum number of added jobs that an answer names."""
+"""Maximum number of job names in the answer to a request that adds jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,16 @@ class JobInbox(Protocol):
         ...
 
     def mark_applied(self) -> None:
-        """Record that all requests were applied. The loop writes their effects to disk afterwards."""
+        """Record that all requests that were read have been applied. The loop writes their effects to disk
+        afterwards."""
         ...
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:
-        """Report the outcome of a request, which is on disk by now."""
+        """Report the outcome of a request whose effect is already on disk."""
         ...
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Wait for requests while no job trains. Return False to end the loop."""
+        """Wait for requests while no job trains. Return False if the training loop should end."""
         ...
 
 
@@ -148,11 +149,11 @@ def _check_is_active(loop: Loop, name: str) -> None:
 
 
 class FolderInbox:
-    """The inbox of a plain run: files in its output folder, or in the folder of a share.
+    """The inbox of a run of `weftune train`: files in its output folder, or in the folder of a share.
 
-    `prepare` prepares the jobs of a jobs file for training, or raises a UserError; it calls the function that
-    it is given to record the file once all of them are prepared. `show_note` is called with sentences for the
-    user.
+    `prepare` prepares the jobs of a jobs file for training, or raises a UserError. Once all of them are
+    prepared, it calls its second argument, which records the file. `show_note` is called with sentences for
+    the user.
     """
 
     def __init__(
@@ -187,7 +188,8 @@ class FolderInbox:
             )
 
     def _read_requests(self, path: Path) -> Sequence[Request]:
-        """Return the requests of a file. Jobs of a jobs file are prepared, recorded and answered at once."""
+        """Return the requests that a file contains. If the file adds jobs, they are prepared, and their
+        request is recorded and answered at once."""
         try:
             found = read_request(path)
         except OSError:

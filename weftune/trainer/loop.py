@@ -63,8 +63,8 @@ class TimedWindow:
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
     other_seconds: float = 0.0
-    """Seconds spent in the caller's callback and in the turns of a decoder. They do not count as time of the
-    window."""
+    """Seconds spent in the user's callback and in passes of a decoder during the window. They are excluded
+    from the window's measured time."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
@@ -131,7 +131,8 @@ class Loop:
             if engine.initial_cost_model.measured
             else cpu_sheet_cost(engine.choice.shape)
         )
-        """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
+        """Time model that `weftune plan` uses: from a profile of this machine or, without a profile, from its
+        data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
@@ -512,8 +513,8 @@ class Loop:
         return True
 
     def take_turn(self, action: Callable[[], object]) -> None:
-        """Call `action`, with which a decoder runs between two passes. Its seconds do not count as time of
-        the window."""
+        """Call `action`, which runs a decoder between two passes of training. Its seconds are excluded from
+        the window's measured time."""
         began = time.monotonic()
         action()
         self._timed.other_seconds += time.monotonic() - began
@@ -532,7 +533,8 @@ class Loop:
 
     @contextmanager
     def _use_mean_weights(self) -> Iterator[None]:
-        """Within the context, make passes read the mean weights of the trials that are being evaluated."""
+        """Return a context manager within which passes read the mean weights of the trials that are being
+        evaluated."""
         for name in self._judged:
             self.executor.use_mean_weights(name)
         yield
@@ -708,8 +710,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save_checkpoint(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint after the job's last one is complete. However slow the disk is, a killed run
-        then loses at most the steps of one interval `save_every`."""
+        """Begin a checkpoint once the job's previous one is complete. So, however slow the disk is, a killed
+        run loses at most the steps of one interval `save_every`."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
@@ -787,8 +789,8 @@ class Loop:
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
 
     def _requeue_jobs(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
-        """Save jobs and queue them again with the reasons; `are_resting_trials` marks trials that wait at a
-        rung."""
+        """Save and detach jobs, and queue them again. `reasons` maps each job to the reason that the user
+        sees; with `are_resting_trials`, the jobs are trials that wait at a rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):

@@ -56,7 +56,7 @@ class Options:
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
-    """Number of this process's share of the jobs, if other processes train the other shares."""
+    """Index of this process's share of the jobs. None if the jobs are not divided into shares."""
     shares: int = 1
     """Number of shares of the jobs, each with processes of its own; they also share the host's memory."""
     command: str = PYTHON_COMMAND
@@ -72,7 +72,8 @@ class Options:
     its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
 
     mechanisms: Mechanisms | None = None
-    """Mechanisms of the planner, some of which may be left out to compare plans. None means all of them."""
+    """Optimisations that the planner may use. Some are disabled to measure their benefit (`weftune plan
+    --ablate`); None enables all."""
 
     def __post_init__(self) -> None:
         """Raise an error if options exclude each other."""
@@ -151,7 +152,8 @@ class Options:
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Return the bytes of host memory for a run: a share of the free bytes, or of all if `deterministic`."""
+    """Return the bytes of host memory for a run: a fraction of the free bytes, or of all bytes if
+    `deterministic`."""
     import psutil
 
     from weftune.plan.cost.cluster import USABLE_SHARE

@@ -24,7 +24,8 @@ from weftune.run.events import Scored
 from weftune.trainer.job import PreparedJob
 
 COPY = "references"
-"""Name of the file among a job's checkpoints."""
+"""Name of the file, in the folder of a job's checkpoints, that holds the job's reference
+log-probabilities."""
 PROBED_ROWS = 64
 """Number of rows of a weight that are hashed to identify a base, in addition to its name."""
 
@@ -54,12 +55,14 @@ class _Unscored:
 
 class References:
     def __init__(self, base: Base, folder: Path, note: Callable[[str], None]) -> None:
-        """`folder` is the cache of tokenised samples. `note` is called with sentences for the user."""
+        """Create the reference log-probabilities of a run, none of which are known yet. `folder` is the cache
+        of tokenised samples, and `note` is called with sentences for the user."""
         self._base, self._folder, self._note = base, folder, note
         self._base_key = ""
         """Hash of the base, computed when a job first needs it."""
         self._unscored: dict[str, _Unscored] = {}
-        """Maps keys to the numbers that attached jobs wait for. Jobs with the same key share them."""
+        """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
+        Jobs with the same hash share them."""
 
     def add_job(
         self, job: PreparedJob, checkpoints: Path, start_folder: Path | None, has_begun: bool
@@ -139,8 +142,8 @@ class References:
         return found
 
     def _write_files(self, unscored_samples: _Unscored) -> None:
-        """Write the files. Training does not depend on them, but without them a resumed run computes the
-        log-probabilities again."""
+        """Write reference log-probabilities to their files. Errors are not raised, since training continues
+        without the files; only a resumed run must compute the log-probabilities again."""
         for path in unscored_samples.files():
             try:
                 write_references(path, unscored_samples.key, unscored_samples.numbers)
@@ -162,7 +165,8 @@ def _base_key(base: Base) -> str:
 
 
 def _policy_key(job: PreparedJob, key: str, start_folder: Path | None) -> str:
-    """Return a hash of the samples, the base and the starting adapter: its files and the job's settings."""
+    """Return a hash of the reference policy and its samples: `key`, which identifies the samples and the
+    base, and the files and settings of the starting adapter."""
     if start_folder is None:
         return reference_key(key)
     files = [hashlib.sha256((start_folder / name).read_bytes()).hexdigest() for name in (CONFIG, WEIGHTS)]

@@ -93,7 +93,7 @@ def refuse_changes(
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
     The keys in `allowed_changes` may differ, since the user requested it. `command` is the command that
-    resumes the run. Return a sentence about a damaged file, or "".
+    resumes the run. Return a sentence for the user if job.yaml is damaged, otherwise "".
     """
     name = description["job"]["name"]
     restart = f"restart it with {resume_line(command, restart=[name])}"
@@ -135,7 +135,8 @@ def refuse_changes(
 
 
 def changed_settings(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return `KEY OLD, now NEW` for every changed setting of a finished job; its rows are not compared."""
+    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of its data
+    are not compared."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -169,7 +170,7 @@ def _overlaps_key(key: str, keys: Collection[str]) -> bool:
 
 
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
-    """Raise OutputError if adapters and checkpoints of the jobs need more than is free.
+    """Raise OutputError if adapters and checkpoints of the jobs need more bytes than are free on the disk.
 
     Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
     this machine holds, however many jobs wait.
@@ -204,7 +205,8 @@ class TokenizerFiles:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._made: dict[str | None, dict[Path, bytes]] = {}
-        """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
+        """Maps each chat template to the paths and contents of the tokenizer's files with this template. The
+        key None stands for the tokenizer's own template."""
         self._one_at_a_time = threading.Lock()
 
     def files_with_template(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
@@ -228,7 +230,7 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Do the slow parts of writing a result that do not depend on the weights in advance."""
+    """Do in advance the slow parts of writing an adapter that do not depend on its weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.files_with_template(job)
@@ -263,7 +265,8 @@ def write_result(
 
 
 def _move_into_place(draft_folder: Path, folder: Path) -> None:
-    """Sync the result to disk before the status reports it and its checkpoints are deleted."""
+    """Sync the files of a result to disk and move them to `folder`. This precedes the report of success and
+    the deletion of the job's checkpoints."""
     paths = sorted(draft_folder.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():
@@ -306,12 +309,12 @@ class ResultWriter:
         self._tokenizer = TokenizerFiles(tokenizer)
         self._endings: dict[str, Ending] = {}
         self._begun: dict[str, Future[None]] = {}
-        """Maps each detached job to the pending write of its adapter, with which the job ends."""
+        """Maps each detached job to the pending write of its adapter, after which the job has ended."""
         self._spent: list[str] = []
-        """Jobs whose checkpoints are deleted once the status on disk says how the jobs ended."""
+        """Ended jobs whose checkpoints are deleted as soon as the outcome of these jobs is on disk."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the adapter of a detached job is still being written."""
+        """Return whether the adapter of a detached job is still being written."""
         return name in self._begun
 
     def __iter__(self) -> Iterator[str]:
@@ -326,8 +329,8 @@ class ResultWriter:
     # -- admission ---------------------------------------------------------------------------------------
 
     def write_job_file_ahead(self, job: PreparedJob) -> Future[None] | None:
-        """Begin to write a job file while other jobs are prepared, since thousands of small files wait for
-        the disk. Return None if the job has checkpoints, which are inspected first."""
+        """Begin to write the file job.yaml of a job while other jobs are prepared, since writing thousands of
+        small files is slow. Return None if the job has checkpoints, since these are inspected first."""
         if self.checkpoints(job.name).exists():
             return None
         return self._writer.run(job.name, partial(self.write_job_file, job))
@@ -342,8 +345,8 @@ class ResultWriter:
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare a result in a background thread. Errors are ignored, since they occur again when the files
-        are written."""
+        """Prepare the files of a job in a background thread. Errors are ignored, since they occur again when
+        the files are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)

@@ -89,7 +89,7 @@ class Sweeps:
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
 
     def evaluates_mean_weights(self, name: str) -> bool:
-        """Whether the rungs of the trial evaluate the mean of its last weights."""
+        """Return whether the rungs of the trial evaluate the mean of its last weights."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.evaluates_mean_weights
 
@@ -118,7 +118,7 @@ class Sweeps:
         )
 
     def propose_trials(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
-        """Add the jobs of those generations of trials that can begin now."""
+        """Let each sweep propose trials as long as it can, and add them as jobs."""
         for sweep in self.sweeps:
             while new := sweep.propose_trials():
                 self._sweep_of_trial |= dict.fromkeys((trial.name for trial in new), sweep)
@@ -139,7 +139,7 @@ class Sweeps:
             shutil.rmtree(store.output / name / CHECKPOINTS, ignore_errors=True)
 
     def is_waiting_at_rung(self, name: str) -> bool:
-        """Whether the trial has been evaluated at a rung and waits there for other trials."""
+        """Return whether the trial has been evaluated at a rung and waits there for other trials."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.rungs.is_waiting_at_rung(name)
 
@@ -149,7 +149,8 @@ class Sweeps:
 
     def stranded_trials(self) -> Iterator[tuple[str, str]]:
         """Yield the trials that still wait for others when no job is attached, with the reason, such as a
-        paused trial. Yield none if the launcher decides about trials, since it trains them again."""
+        paused trial. Yield nothing in a process that trains a share, since its launcher decides about the
+        trials and trains them again."""
         for sweep in self.sweeps:
             for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides else ():
                 step, other = sweep.rungs.limit(name), sweep.awaited_trial()

@@ -80,8 +80,8 @@ from weftune.trainer.sweeps import Sweeps
 class Result:
     """The outcome of a job: its state, its folder, and its metrics.
 
-    Keys that begin with `eval_` are of the adapter that is kept, those with `base_eval_` of the base without
-    it; `rewards/chosen` and the like, without a prefix, are of the last step.
+    Metrics whose keys begin with `eval_` belong to the adapter that is kept, and those with `base_eval_` to
+    the base without an adapter. Metrics without a prefix, such as `rewards/chosen`, belong to the last step.
     """
 
     state: State
@@ -159,8 +159,8 @@ class Trainer:
         return loop.store
 
     def _prepare_joining(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
-        """Prepare jobs that join the current run, or raise the mistakes of all of them. The jobs are in
-        `self.jobs` already."""
+        """Prepare jobs that join the current run, and are in `self.jobs` already. Raise one error for the
+        invalid jobs among them."""
         assert self.loop is not None
         shape = self.loop.choice.shape
         self._check_prepared_jobs(jobs, shape, locate)
@@ -372,7 +372,8 @@ class Trainer:
         self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
     ) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
-        from the job they name; with shares, the process that divides the jobs checks this."""
+        from the job they name. In a process that trains a share, do nothing, since the launcher has checked
+        the jobs."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, locate)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, locate)
@@ -381,8 +382,8 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def restore_sweeps(self, store: Store) -> Sweeps:
-        """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs. A
-        share has the trials that it was given."""
+        """Return the sweeps in their state after earlier runs, and add the trials that earlier runs proposed
+        as jobs. A process that trains a share has all of its trials already."""
         sweeps = Sweeps([self._open_sweep(store, sweep) for sweep, _ in self.sweeps.values()])
         sweeps.propose_trials(self.add, self._note_recorder(store))
         return sweeps
@@ -443,7 +444,7 @@ class Trainer:
             raise OutputError(mistakes)
 
     def _show_data_notes(self, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Show notes about the data, the same as `weftune preview` prints."""
+        """Show the notes about the data that `weftune preview` also prints."""
         found = [
             (job.name, sentence)
             for job in prepared_jobs
@@ -468,7 +469,7 @@ class Trainer:
             self.view.note(f"{kind}: {sentence}")
 
     def _has_lost_checkpoints(self, store: Store, name: str) -> bool:
-        """Whether a job that has begun has no checkpoint left. If so, it is paused with the reason: only the
+        """Return whether a job that has begun has no checkpoint left. Such a job is paused, since only the
         user may decide to restart it."""
         if name in self.options.restart:
             return False
@@ -490,7 +491,8 @@ class Trainer:
         return True
 
     def _delete_job_folder(self, name: str) -> None:
-        """Delete a job's folder; rename it first, since half a folder could look like a job to resume."""
+        """Delete a job's folder. It is renamed first, since a partly deleted folder could look like a job to
+        resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():
@@ -505,7 +507,7 @@ class Trainer:
 
     @phase(Phase.TOKENISING)
     def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
-        """Prepare all jobs for training, or raise the mistakes of all of them at once."""
+        """Prepare all jobs for training. Raise one error that lists everything that is wrong with them."""
         ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:

@@ -21,13 +21,13 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 
 TURN_SECONDS = 0.1
-"""Maximum predicted seconds of a forward or a backward while sequences wait for a turn between them."""
+"""Maximum predicted seconds of a forward or backward pass while a decoder waits to run between passes."""
 SAME_LIMIT = 0.25
 """Relative change of the estimated token limit up to which the previous limit is kept, so that windows that
 were planned ahead stay valid and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
-"""Maps each job to the last step before the window, which may be unfinished."""
+"""Maps each job to its last step before the window. That step may be unfinished."""
 Unscored = Mapping[str, NDArray[np.int64]]
 """Maps each job that waits for its reference log-probabilities to the samples that it scores."""
 
@@ -80,8 +80,8 @@ class Windows:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self.is_decoding: Callable[[], bool] = lambda: False
-        """Function that returns whether sequences wait for a turn between passes, so that no pass may take
-        long. Deterministic runs ignore it: their microbatches depend on nothing outside the jobs."""
+        """Function that returns whether a decoder waits to run between passes, which must then be short.
+        Deterministic runs ignore it, since their microbatches depend on nothing outside the jobs."""
         self._decoding_limit: int | None = None
         """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
@@ -96,8 +96,8 @@ class Windows:
     def next(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
-        samples and do not train. Before another capacity or recomputation, a window only finishes unfinished
-        batches."""
+        samples and do not train. If the capacity or the recomputed activations have changed, the returned
+        window only finishes unfinished batches."""
         cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
