@@ -51,8 +51,8 @@ class ChatAnswer:
 
 
 class AnsweringBase:
-    """Generates answers with the base that is used for training. All methods must be called by the training
-    thread, except `tokenise`, which one other thread calls."""
+    """A generator of answers with the base that is used for training. All methods must be called by the
+    training thread, except `tokenise`, which one other thread calls."""
 
     def __init__(
         self,

@@ -118,8 +118,9 @@ class ChatServer:
         cache_bytes: int,
         adapter_bytes: int,
     ) -> None:
-        """`cache_bytes` is the device memory for keys and values of all answers, and `adapter_bytes` the
-        device memory for adapters that are attached only to answer. `tokenizer` is the base's."""
+        """Open the socket and start the thread that serves it. `cache_bytes` is the size of the KV cache for
+        all answers, and `adapter_bytes` the device memory for adapters that are attached only to answer.
+        `tokenizer` is the base's tokenizer."""
         from weftune.service.answering import AnsweringBase
 
         self._base = AnsweringBase(adapted_base, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
@@ -130,7 +131,7 @@ class ChatServer:
         self._answers: dict[_Exchange, ChatAnswer] = {}
         """Answers that are being generated."""
         self._last_turn = -math.inf
-        """Monotonic time of the last turn in which an answer was continued."""
+        """Monotonic time of the last call of `turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()

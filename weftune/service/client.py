@@ -49,7 +49,8 @@ class ServiceClient:
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """Return the JSON of an answer, or raise a UserError with the service's sentence."""
+        """Send a request and return the JSON of the response, or raise a UserError with the service's
+        message."""
         content = None if body is None else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         return json.loads(self._send_request(method, path, content, {**kind, **(headers or {})}))
@@ -191,8 +192,8 @@ def job_request(job: JobSpec) -> dict[str, Any]:
 
 
 def refuse_unsubmittable(run: RunSpec) -> None:
-    """Refuse jobs that a service does not support: with local files other than rows, mixtures of datasets, or
-    other jobs to start from."""
+    """Refuse jobs that a service does not support: those with local files other than rows, with mixtures of
+    datasets, or with another job to start from."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":

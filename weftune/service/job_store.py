@@ -43,7 +43,7 @@ JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
 """Minimum seconds between two flushes, unless an immediate flush is requested."""
 WINDOW_PASSES = 400
-"""Maximum number of passes that are recorded per window. Later passes are not recorded."""
+"""Maximum number of passes over the base that are recorded per window. Later passes are not recorded."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
 ANNOUNCED = "announced"
 """Key in the data of events that says whether vLLM has loaded the adapter."""
@@ -77,7 +77,7 @@ class JobNotes:
         self.waits_since: float | None = current_time
         """Time at which the job began to wait. None while it trains."""
         self.began: tuple[float, int] = (current_time, 0)
-        """Time and step of the job's last admission. Its speed is measured from there."""
+        """Time and step of the job's last admission, since which its speed is measured."""
         self.metrics: dict[str, Any] = {}
         """Last value of each metric."""
 
@@ -108,9 +108,10 @@ class ServiceJobStore:
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
         window."""
         self._kept: set[str] = set()
-        """Trials that are kept in `_ended` when they end."""
+        """Trials whose rows are kept in memory after they have ended."""
         self._unrecorded: set[str] = set()
-        """Trials in `_kept` that have no row in the database, so that it need not be queried for them."""
+        """Trials of unfinished sweeps that have no row in the database yet, so that it need not be queried
+        for them."""
         self._changed: dict[str, JobRow] = {}
         self._transitions: list[Transition] = []
         self._events: list[EventRow] = []

@@ -41,12 +41,12 @@ ATTEMPTS = 3
 CHECK_PROCESSES = 2
 """Number of processes that check uploaded files, while clients wait."""
 STORE_SECONDS = 1.0
-"""Seconds between attempts to write to a locked store."""
+"""Seconds between attempts to write to a locked database."""
 NICENESS = 5
-"""Niceness of these processes: how much lower their priority is than that of the HTTP and training
-processes."""
+"""Niceness of the processes that check files and prepare jobs: how much lower their priority is than that of
+the HTTP and training processes."""
 MAX_MISTAKES = 3
-"""Maximum number of mistakes that the error of a refused job lists."""
+"""Maximum number of sentences about invalid rows and keys in the error of a refused job."""
 
 
 class ProcessDied(WeftuneError):

@@ -17,7 +17,7 @@ from weftune.service.store.records import JobRow, TrainingStore, WindowRow
 from weftune.service.store.requests import RequestStore, Submission
 
 QUEUE = "queue"
-"""Key of a window's values under which `queue_values` are recorded."""
+"""Key in the database record of a window for the inputs of the admission policy (`queue_values`)."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
 """Half-life, in seconds, of the tokens that count as a tenant's recent usage."""

@@ -51,7 +51,7 @@ def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> Non
 
 
 class _Server(uvicorn.Server):
-    """A server that ends open streams when it is stopped: their clients connect again."""
+    """An HTTP server that ends open streams when it is stopped, so that their clients reconnect."""
 
     def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
         super().__init__(config)

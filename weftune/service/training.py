@@ -66,7 +66,7 @@ FINAL_SECONDS = 15.0
 LEASE_LOST = 75
 """Exit code of a process whose lease was taken by another one."""
 BATCH_ROWS = 16
-"""Rows per global batch of the expected jobs, for which the layout is chosen."""
+"""Rows per global batch of the jobs that a service expects, for which it chooses the layout."""
 MAX_CRASHES = 3
 """Number of times that the process may die while a job trains and makes no progress, before the job fails."""
 CRASHED = "the training process ended unexpectedly"
@@ -77,9 +77,9 @@ class AnswerMemory:
     """Device bytes that are reserved for generated answers. Jobs are admitted to the remaining memory."""
 
     chat: int
-    """Bytes of the keys and values of answers to prompts."""
+    """Bytes of the KV cache for answers to clients' prompts."""
     evaluation: int
-    """Bytes of the keys and values of answers that are generated for evaluations."""
+    """Bytes of the KV cache for answers that jobs generate at evaluations."""
     adapters: int
     """Bytes of adapters that are attached only to answer prompts."""
 
@@ -117,7 +117,8 @@ def end_process(lost_lease: LeaseLost) -> None:
 
 
 class _HeldLease:
-    """A context in which the process holds the lease. A thread renews the lease until the context ends."""
+    """A context manager that holds the lease, by which only one training process writes to the database. A
+    thread renews the lease until the context ends."""
 
     def __init__(self, training: TrainingStore) -> None:
         self._training = training
@@ -154,7 +155,7 @@ class TrainingService:
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
         self.policy = make_policy(settings.quotas)
         self._queue: dict[str, Any] = {}
-        """Inputs of the policy when it ranked the jobs for the current window."""
+        """Inputs with which the admission policy ranked the jobs for the current window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may have crashed the process to its step at the last crash."""
@@ -323,7 +324,8 @@ class TrainingService:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob:
-        """Return a job with its tokens, which the HTTP process has written to the cache."""
+        """Return a job that is ready to train. Its tokens are read from the cache, to which the HTTP process
+        has written them."""
         metric = submission.job.get("eval", {}).get("metric")
         if metric not in (None, EXACT_MATCH, *self.settings.metrics.values()):
             sentence = "is no longer registered with this service; submit the job with another metric"
@@ -454,7 +456,7 @@ def serve_chat(chat: ChatServer, seconds: float) -> None:
 
 
 def expected_jobs(envelope: Envelope, shape: ModelShape) -> list[JobShape]:
-    """Return the shapes of the jobs for which the layout is chosen."""
+    """Return the shapes of the jobs that a service expects, for which it chooses the layout."""
     tokens = min(envelope.sample_tokens, shape.context or envelope.sample_tokens)
     sizes = adapter_sizes(LoraSpec(rank=envelope.rank), shape)
     return [

@@ -45,8 +45,7 @@ class JobAnswers:
         self._base_answers: dict[tuple[tuple[int, ...], int], str] = {}
         """Maps a prompt and the maximum length of its answer to the answer of the bare base."""
         self.cache_bytes = engine.choice.memory.decoder_bytes
-        """Device bytes of the KV cache for answers. They do not include the bytes that a service reserves for
-        chat."""
+        """Device bytes of the KV cache for answers. A service sets them to its own value."""
         self.window_seconds = 0.0
         """Seconds spent on answers in the current window."""
 

@@ -372,8 +372,8 @@ class Trainer:
         self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
     ) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
-        from the job they name. In a process that trains a share, do nothing, since the launcher has checked
-        the jobs."""
+        from the job they name. In a process that trains a share, the jobs that they name are not looked up,
+        since the launcher has done so."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, locate)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, locate)

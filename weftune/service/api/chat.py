@@ -1,5 +1,5 @@
-"""OpenAI's chat and text completions, streamed or whole. The base, finished adapters, checkpoints and
-adapters that are being trained can answer."""
+"""The endpoints of OpenAI's chat and text completions, streamed or in one response. The base, finished
+adapters, checkpoints and adapters that are being trained can answer."""
 
 from __future__ import annotations
 
@@ -242,7 +242,8 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
 
 
 def _find_adapter(service: Service, tenant: str, model: str) -> Adapter | None:
-    """Return the adapter that answers, or None for the base. Raise 404 for any other name."""
+    """Return the adapter that `model` names, or None for the base. Raise an error with status 404 for any
+    other name."""
     if is_base(service, model):
         return None
     adapter = find_adapter(service, tenant, model) or find_training(service, tenant, model)

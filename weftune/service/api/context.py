@@ -73,7 +73,7 @@ class _StrictRequest(Request):
 
 
 def _refuse_broken_text(value: Any) -> None:
-    """Refuse text that a database cannot store."""
+    """Raise an error if a string in `value` cannot be stored in a database."""
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
             sentence = "The body holds text with a zero character or half a surrogate pair."

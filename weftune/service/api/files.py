@@ -36,7 +36,7 @@ from weftune.service.store.requests import FileRecord, Submission
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
 MULTIPART_BYTES = 64 << 10
-"""Maximum number of bytes of an upload in addition to the file."""
+"""Maximum bytes of an upload in addition to the file itself, for multipart headers and other fields."""
 UPLOADING = ".uploading"
 """Suffix of a file whose upload is not complete."""
 RESULTS = "file-results-"
@@ -390,8 +390,8 @@ def _result_content(service: Service, tenant: str, file_id: str, job: str) -> tu
 
 
 def metrics_csv(rows: Sequence[EventRow]) -> str:
-    """Return one line for each step that has metrics, with OpenAI's columns first, followed by all other
-    columns."""
+    """Return metrics as CSV, with one line per step that has metrics. OpenAI's columns are first, followed by
+    all other columns."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row.measured in ("train", "eval") and row.step is not None:

@@ -60,7 +60,8 @@ class Keys(Protocol):
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     body_seconds: float = 30.0
-    """Maximum seconds between two parts of a request's body, and for a body that is not an upload."""
+    """Maximum seconds between two received parts of a request's body, and maximum seconds in total for a body
+    that is not an upload."""
     upload_bytes: int = 512 << 20
     """Maximum bytes of an upload, including its multipart headers."""
 
@@ -154,8 +155,8 @@ class Guard:
         return self._limits.upload_bytes if is_upload(scope) else MAX_JSON_BYTES
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Return `receive` with limits: a client that sends too many bytes gets status 413, and one that is
-        too slow gets 408."""
+        """Return an ASGI `receive` function with limits: a client that sends too many bytes gets status 413,
+        and a client that is too slow gets 408."""
         max_bytes, seconds = self._max_bytes(scope), self._limits.body_seconds
         begun, received, is_whole = time.monotonic(), 0, False
 

@@ -48,7 +48,7 @@ JOB_KEYS = (
 
 
 def body_hash(body: JobRequest) -> str:
-    """Return the hash of a request, by which repetitions are recognised."""
+    """Return the hash of a request to create a job, by which repeated requests are recognised."""
     text = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -89,7 +89,8 @@ def job_keys(
     """Return the job as keys of jobs.yaml, or raise the error for the first invalid value.
 
     `rows` is the number of training rows. `start` has the adapter keys of the finished job from which the new
-    job starts, with that job's folder as `init_from`. `metrics` are those of `ServiceSettings`.
+    job starts, with that job's folder as `init_from`. `metrics` maps the names of the Python metrics that
+    jobs may use to their functions, as in `ServiceSettings`.
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()
@@ -124,8 +125,8 @@ def job_keys(
 
 
 def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
-    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise the error for the
-    first mistake in the sweep."""
+    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise an error for the
+    first invalid value in the sweep."""
     if body.weftune is None or body.weftune.sweep is None:
         return []
     if "eval" not in submission.job:
@@ -172,7 +173,7 @@ def _trial_request(
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
     """Refuse a sweep with an unsupported search, with values that name files or modules of the server, or
-    with more values than trials. Other mistakes are found when the sweep is read."""
+    with more values than trials. Other errors are found when the sweep is read."""
     search = sweep.get("search", SEARCHES[0])
     if search not in SEARCHES:
         reason = (
@@ -310,7 +311,7 @@ def _epoch_share(epochs: float) -> float:
 
 
 def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
-    """Return the checked job, or raise the error for its first mistake. The error names the key that the
+    """Return the validated job, or raise an error for its first invalid key. The error names the key that the
     client wrote."""
     try:
         return JobSpec(**keys)

@@ -44,7 +44,7 @@ REPEAT_SECONDS = 600.0
 """Seconds within which a request that the client marks as a repetition returns the job of the first
 request."""
 QUEUE_SECONDS = 30
-"""Seconds in the header Retry-After if a tenant has too many jobs."""
+"""Seconds in the header Retry-After of the response if a tenant has too many jobs."""
 METADATA = re.compile(r"metadata\[.{1,64}\]")
 VALIDATING = "validating_files"
 UNSTARTED = JobStatus()
@@ -154,7 +154,7 @@ def checkpoints(
 
 
 def find_job(service: Service, tenant: str, id: str) -> Submission:
-    """Return the tenant's job, or raise 404."""
+    """Return the tenant's job. Raise an error with status 404 if the tenant has no such job."""
     submission = service.requests.submission(tenant, id)
     if submission is None:
         raise not_found("fine_tuning_job", id)
@@ -167,7 +167,7 @@ def find_job(service: Service, tenant: str, id: str) -> Submission:
 def new_submission(
     service: Service, tenant: str, body: JobRequest, idempotency_key: str | None = None
 ) -> Submission:
-    """Return the job that a request describes, or raise the error for the first mistake."""
+    """Return the job that a request describes, or raise an error for the first invalid value."""
     id, now, settings = new_id("ftjob"), time.time(), service.settings
     start = _starting_adapter(service, tenant, body.model)
     training = service.requests.file(tenant, body.training_file)

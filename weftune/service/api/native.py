@@ -55,17 +55,18 @@ SHOWN_EVENTS = 200
 CURVE_POINTS = 1000
 """Maximum number of points of a curve, about the width of a chart in pixels."""
 PLANNED_JOBS = 64
-"""Maximum number of other jobs that a plan considers."""
+"""Maximum number of running and waiting jobs that the plan of a new job considers."""
 MAX_PLANS = 4
 """Maximum number of plan requests that may wait at the same time. Plans are computed one after another."""
 MAX_STREAMS = 20
-"""Maximum number of open streams of one tenant."""
+"""Maximum number of simultaneous streams of server-sent events per tenant."""
 STREAM_SECONDS = 1.0
-"""Seconds between two reads of the store for a stream."""
+"""Seconds between two reads of the database for a stream of server-sent events."""
 SILENT_SECONDS = 15.0
-"""Seconds without a change after which a stream sends a comment, so that proxies keep it open."""
+"""Seconds without a change after which a stream of server-sent events sends a comment, so that proxies keep
+it open."""
 STREAM_MINUTES = 30.0
-"""Minutes after which the server ends a stream. The client then reconnects."""
+"""Minutes after which the server ends a stream of server-sent events. The client then reconnects."""
 CHUNK = 1 << 20
 ANOTHER = "another tenant's job"
 
@@ -600,7 +601,7 @@ def _unused_receipt(job: str) -> ReceiptView:
 
 
 class Streams:
-    """Limits on work in progress: counts of open streams by tenant, and the queue of plan requests."""
+    """The open streams of server-sent events, counted by tenant, and the queue of plan requests."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -611,7 +612,8 @@ class Streams:
         self.plans = 0
 
     def allow(self, tenant: str, key: str) -> bool:
-        """Return whether a stream with this key may continue. The streams of a revoked key end."""
+        """Return whether a stream that was opened with this API key may continue: not after the key has been
+        revoked."""
         return not self.closing and self._keys.find_tenant(key) == tenant
 
 
@@ -684,7 +686,8 @@ class Seen:
         )
 
     def changes(self) -> Iterator[tuple[str, BaseModel]]:
-        """Yield the events since the last call. The first call yields all jobs."""
+        """Yield the changes since the last call as the names and bodies of server-sent events. The first call
+        yields all jobs."""
         service, names = self.service, Names(self.service, self.tenant)
         submissions = service.requests.submissions(self.tenant, limit=SHOWN_JOBS)
         found = _job_changes(service, submissions, names)
@@ -782,7 +785,8 @@ class _PlannedQueue:
 
 
 def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:
-    """Return the queue with a new job, or with the trials of a new sweep."""
+    """Return the queue of running and waiting jobs to which a new job, or the trials of a new sweep, are
+    added."""
     rows = {row.id: row for row in service.training.unfinished_jobs()}
     new = [new_job(service.requests, one, position) for position, one in enumerate(submissions)]
     ids = {one.id for one in submissions}

@@ -43,8 +43,8 @@ STANDINGS: Mapping[State, TrialState] = {
     State.FAILED: "failed",
     State.CANCELLED: "left",
 }
-"""Maps states of jobs to states of trials. It is used if a sweep has no record; jobs in other states count as
-waiting trials."""
+"""Maps job states to trial states, for a sweep whose sweep.json does not exist yet. Jobs in other states
+count as waiting trials."""
 
 router = APIRouter(
     prefix="/api/sweeps", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
