@@ -82,8 +82,8 @@ def repeat_step(step: Callable[[], object]) -> Block:
 def measure_or_explain(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` while nothing else uses the device, and return its result.
 
-    A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
-    remaining rows are still measured.
+    If the memory does not suffice, or the jobs cannot be planned, the result has a note instead of a time, so
+    that the remaining rows are still measured.
     """
     reset_memory(hardware.device)
     try:

@@ -39,7 +39,8 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
-"""Lengths in tokens of a job's samples, one list per global batch. The first batch follows the last one."""
+"""Lengths in tokens of a job's samples, one list per global batch. After the last batch, training continues
+with the first."""
 
 RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 

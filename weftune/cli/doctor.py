@@ -212,7 +212,8 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
 
 
 def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
-    """Report how many shapes of linears have been measured; training need not measure these again."""
+    """Report for how many shapes of linears the fastest kernel plan has been measured; training need not
+    measure these again."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

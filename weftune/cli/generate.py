@@ -280,7 +280,8 @@ def chat_in_terminal(
 
 
 def answer_panels(answers: dict[str, str]) -> RenderableType:
-    """Draw one panel per answer, two side by side; answers are `Text`, so that brackets are no markup."""
+    """Draw one panel per answer: side by side if there are two, otherwise one below the other. Answers are
+    not interpreted as markup."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table

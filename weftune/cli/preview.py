@@ -88,7 +88,7 @@ def select_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[SharedSamples]:
     """Return the tokenised samples of all jobs. Jobs with identical data share one entry. Raise one error
-    with the mistakes of all jobs."""
+    that lists what is wrong with the rows of all jobs."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.jobs.courses import truncate_data

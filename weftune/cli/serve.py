@@ -129,7 +129,7 @@ def refuse_missing_packages() -> None:
 
 
 def read_base(text: str) -> BaseSpec:
-    """Return the base that the option names: its name, or its keys as in a jobs file."""
+    """Return the base that `text` describes: by its name, or by its keys as in a jobs file."""
     from weftune.jobs.spec.read import parse_base
 
     values = text

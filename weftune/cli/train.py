@@ -121,7 +121,8 @@ def _refuse_without_resume(
 
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
-    """Read the jobs file, and raise all mistakes that can be found without importing torch."""
+    """Read a jobs file, and raise one error that lists everything invalid that can be found without importing
+    torch."""
     from weftune.jobs.store.inbox import added_runs
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.record import proposed_trials

@@ -1,5 +1,5 @@
-"""Building of a store from a table: the format is detected, every row is checked, and the samples are
-tokenised into the cache."""
+"""Building of a table's store of tokenised samples: the format is detected, every row is checked, and the
+samples are tokenised into the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from weftune.data.workers import get_workers, have_workers_answered, worker_coun
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Version of the cache. It must be increased when equal rows produce different samples than before."""
+"""Version of the cached samples. It must be increased when equal rows produce different samples than
+before."""
 MAX_SHOWN_ROWS = 20
 MAX_SHOWN_LOCATIONS = 3
 MAX_KEPT_REASONS = 5
@@ -53,7 +54,7 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
 
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> SampleStore:
-    """Return the table's store, from the cache if the cache holds it completely."""
+    """Return the store of a table's tokenised samples, from the cache if the cache holds it completely."""
     format = find_format(table, rules.spec, rules.row_kind)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
@@ -259,7 +260,7 @@ class TokenisedChunk:
 
 
 def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedChunk:
-    """Tokenise one chunk of rows; called in this process or in a worker."""
+    """Tokenise one chunk of rows. The function is called in the main process or in a worker process."""
     rules, format = shared
     tally = Tally(rows=len(rows))
     good: list[tuple[int, Content]] = []

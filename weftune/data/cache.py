@@ -33,8 +33,8 @@ ARRAYS = {
     "rows": "<u8",
     "desirable": "|b1",
 }
-"""Maps each file to its dtype. Tokens and masks are concatenated; all other files have one value per
-sample."""
+"""Maps each file name of a store to the dtype of its values. Tokens and masks of all samples are
+concatenated; all other files have one value per sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
 STALE_AFTER_SECONDS = 24 * 3600
@@ -122,7 +122,8 @@ class SampleStore:
 
 
 def open_store(folder: Path) -> SampleStore | None:
-    """Return the store, or None if it does not exist or any byte differs from what was written."""
+    """Return the store of tokenised samples in `folder`. None if it does not exist or any byte differs from
+    what was written."""
     try:
         meta = json.loads((folder / META).read_bytes())
         body = meta["body"]
@@ -156,7 +157,8 @@ def _checksum(path: Path) -> int:
 
 
 class StoreWriter:
-    """Appends samples to files in a temporary folder; `commit` renames it to its final name."""
+    """A writer that appends samples to the files of a store in a temporary folder, which `commit` renames to
+    its final name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -92,10 +92,10 @@ class Encoder:
         return self._encode(texts, parse=True)
 
     def pieces(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
-        """Return the tokens of a text that a template printed, split at every stand-in.
+        """Return the tokens of a text that a template printed, split at every placeholder.
 
-        A stand-in is a private-use character that replaces a control token in a user's text. It is tokenised
-        as the plain text of that control token.
+        A placeholder is a private-use character that replaces a control token in a user's text. It is
+        tokenised as the plain text of that control token.
         """
         if not text:
             return _to_encoded([], [])

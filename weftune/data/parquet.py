@@ -29,7 +29,7 @@ VALUE_BYTES = 16
 
 
 def batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
-    """Yield batches of a limited number of rows, which is smaller if the file states that its values can be
+    """Yield the rows of a file in batches, which are smaller if the file states that its values can be
     long."""
     import pyarrow.parquet
 
@@ -85,8 +85,8 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
 
 def _row_count_bound(path: Path) -> int:
-    """Return an upper bound on the uncompressed bytes, computed as if each value were as long as its whole
-    column."""
+    """Return an upper bound on the uncompressed bytes of a file, computed as if each value were as long as
+    its whole column."""
     import pyarrow
     import pyarrow.parquet
 

@@ -76,8 +76,8 @@ def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether `value`, which was parsed from `text`, is nested too deeply. It is not searched if the
-    text has few brackets."""
+    """Return whether `value`, which was parsed from `text`, is nested too deeply. To save time, the value is
+    not searched if the text has few brackets."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeply(value)
 
 

@@ -202,7 +202,7 @@ class Tokeniser:
         return iter(template.render_chats(chats, ends))
 
     def _hide_control(self, chat: Chat) -> Chat | BadRow:
-        """Return the chat with its control tokens replaced by stand-ins."""
+        """Return the chat with each control token replaced by a placeholder, a private-use character."""
         control = self._encoder.control
         if not contains_control_token([chat.messages, chat.tools], control):
             return chat

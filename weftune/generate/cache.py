@@ -144,7 +144,7 @@ class CacheProbe:
 
 
 class PagedCache:
-    """The memory of all pages: per layer one tensor of keys and one of values, [C, G, D]."""
+    """The memory of a paged KV cache: per layer one tensor of keys and one of values, [C, G, D]."""
 
     def __init__(self, probe: CacheProbe, pages: int, example: Tensor) -> None:
         self.pool = PagePool(pages)
@@ -196,8 +196,9 @@ class CachedRows:
         pack: Pack,
         read_prefixes: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
     ) -> None:
-        """`read_prefixes` returns a layer's prefix keys and values, each [P, G · D] for P prefix tokens, of
-        every adapter in the pass that has them, in the order of the sequences."""
+        """Create the view for the rows of `sequences`. `read_prefixes` returns a layer's prefix keys and
+        values, each [P, G · D] for P prefix tokens, of every adapter in the pass that has them, in the order
+        of the sequences."""
         self._layers, self._pack, self._read_prefixes = cache.layers, replace(pack, cache=None), read_prefixes
         self.states = tuple(sequence.state for sequence in sequences)
         device = pack.boundaries.device

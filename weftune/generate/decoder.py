@@ -114,7 +114,7 @@ class Decoder:
         max_positions: int | None = None,
         max_prompt_rows: int = PROMPT_ROWS,
     ) -> None:
-        """`cache_bytes` is the maximum size of the key/value cache. If `max_positions` is given, the cache
+        """Allocate the KV cache, whose maximum size is `cache_bytes`. If `max_positions` is given, the cache
         has room for no more positions than that. A pass has at most `max_prompt_rows` rows of prompts, unless
         a single prompt is longer."""
         base = adapted_base.base
@@ -390,8 +390,8 @@ class Decoder:
 
     @contextmanager
     def _run_whole_layers(self) -> Iterator[None]:
-        """Within the context, run each layer over all rows at once, even if training currently uses tiles of
-        rows."""
+        """Return a context manager within which each layer runs over all rows at once, even if training
+        currently uses tiles of rows."""
         layers = self._adapted.layers
         if layers is None:
             yield

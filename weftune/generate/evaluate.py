@@ -367,7 +367,8 @@ def score_rewards(
 
 
 def _reward_spec(folder: Path) -> RewardSpec:
-    """Return the objective of a finished reward model, with its recorded coefficient if there is one."""
+    """Return the objective of a finished reward model, with the `center_rewards_coefficient` of its training
+    if one is recorded."""
     found = read_job_file(folder)
     objective = found.values["job"].get("objective") if found is not None else None
     coefficient = objective.get("center_rewards_coefficient") if isinstance(objective, Mapping) else None
