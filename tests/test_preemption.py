@@ -131,9 +131,9 @@ class Watched:
         monkeypatch.setattr(Loop, "_admit_jobs", watched)
 
     def look(self, loop):
-        self.overtaken = max([self.overtaken, *loop._overtaken.values()])
+        self.overtaken = max([self.overtaken, *loop._overtake_counts.values()])
         running = [loop.jobs[name].shape for name in loop.executor.attached]
-        held = any(count >= MAX_OVERTAKES for count in loop._overtaken.values())
+        held = any(count >= MAX_OVERTAKES for count in loop._overtake_counts.values())
         for name, waits in loop.waiting.items():
             above = [one for one in running if one.priority >= waits.shape.priority]
             assert held or loop._misfit_reason([*above, waits.shape]) is not None, (

@@ -447,7 +447,7 @@ def test_the_adapters_used_last_stay_attached_within_their_memory(adapted, jobs_
         while_served(server, heard(jobs_folder, request("ftjob-1")))
         weights = adapted.banks.attached["chat:ftjob-1:"].weights
         size = weights.numel() * weights.element_size()
-        assert server._base._attached == {"chat:ftjob-1:": size}, "known before it is attached"
+        assert server._base._attached_bytes == {"chat:ftjob-1:": size}, "known before it is attached"
     assert not adapted.banks.attached
     with closing(server_of(adapted, jobs_folder, adapter_bytes=2 * size)) as server:
         for name in ("ftjob-1", "ftjob-2", "ftjob-1", "ftjob-3"):

@@ -93,7 +93,7 @@ def train_shares(
     trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
         sweeps = trainer.restore_sweeps(store)
-        ready = trainer.prepare_unfinished(store, shape)
+        ready = trainer.prepare_unfinished_jobs(store, shape)
         ended: list[TeamEnd] = []
         if ready:
             # Several workers find by themselves which jobs fit beside their part of the base.
@@ -111,7 +111,7 @@ def train_shares(
                 ended = _run_shares(trainer, store, jobs, shares, teams)
                 if any(one.code for one in ended):
                     break
-            sweeps.decide(store)
+            sweeps.decide_rungs(store)
             _pause_waiting_trials(trainer, store, sweeps)
         sweeps.finish()
         results = trainer.results(store)
@@ -136,7 +136,7 @@ def _sweep_rounds(
     while True:
         for job in prepared.values():
             sweeps.add_trial(job)
-        sweeps.decide(store)
+        sweeps.decide_rungs(store)
         sweeps.propose_trials(trainer.add, trainer.view.note)
         new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
         new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]

@@ -131,7 +131,7 @@ class Supervisor:
             self._logs = None
         self._restarts = [0] * len(teams)
         self._processes: list[list[_Process]] = [[] for _ in teams]
-        self._ended: dict[int, TeamEnd] = {}
+        self._team_ends: dict[int, TeamEnd] = {}
         self._stop_requested = threading.Event()
 
     def run(self) -> list[TeamEnd]:
@@ -145,15 +145,15 @@ class Supervisor:
             try:
                 for number in numbers:
                     self._start_team(number)
-                while len(self._ended) < len(numbers):
+                while len(self._team_ends) < len(numbers):
                     self._handle_messages([one for number in numbers for one in self._processes[number]])
                     for number in numbers:
-                        if number not in self._ended:
+                        if number not in self._team_ends:
                             self._check_worker_team(number)
             finally:
                 for processes in self._processes:
                     kill_processes(processes)
-        return [self._ended[number] for number in numbers]
+        return [self._team_ends[number] for number in numbers]
 
     def _start_team(self, number: int) -> None:
         members = self._teams[number].members(self._restarts[number])
@@ -208,7 +208,7 @@ class Supervisor:
         elif first.code is not None:
             for one in others:
                 one.process.join(GRACE_SECONDS)
-            self._ended[number] = TeamEnd(first.code)
+            self._team_ends[number] = TeamEnd(first.code)
         else:
             self._kill_silent_processes(number)
 
@@ -228,10 +228,10 @@ class Supervisor:
         loss = f"{lost_process.name} {how}"
         kill_processes(self._processes[number])
         if self._stop_requested.is_set():
-            self._ended[number] = TeamEnd(INTERRUPTED, loss)
+            self._team_ends[number] = TeamEnd(INTERRUPTED, loss)
         elif self._restarts[number] == RESTARTS:
             self._show_sentence(f"{loss}; giving up; resume with {self._resume}")
-            self._ended[number] = TeamEnd(LOST, loss)
+            self._team_ends[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1
             which = f"{self._teams[number].name} again from the last checkpoints"

@@ -61,7 +61,7 @@ class Announcer:
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         """Queue of the requests to vLLM, in the order in which they are sent. The item None ends the
         thread."""
-        self._deleted: set[str] = set()
+        self._deleted_jobs: set[str] = set()
         """Jobs whose adapters are not announced any more, since they were deleted."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -74,7 +74,7 @@ class Announcer:
 
     def withdraw(self, job: str, model: str) -> None:
         """Ask vLLM to unload the adapter of a deleted job."""
-        self._deleted.add(job)
+        self._deleted_jobs.add(job)
         self._notices.put(Notice("unload", job, model))
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Announcer:
 
     def _load_adapter(self, notice: Notice) -> None:
         job, folder = notice.job, self._jobs_folder / notice.job
-        if job in self._deleted:
+        if job in self._deleted_jobs:
             return
         if vllm_rank(self._base, folder) is None:
             self._notify(
@@ -132,7 +132,7 @@ class Announcer:
                 return status
             if attempt < ATTEMPTS and self._closed.wait(delay):
                 return None
-            if notice.verb == "load" and notice.job in self._deleted:
+            if notice.verb == "load" and notice.job in self._deleted_jobs:
                 return None
             delay = min(MAX_DELAY, 2 * delay)
         return 0

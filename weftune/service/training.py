@@ -187,7 +187,7 @@ class TrainingService:
         journal = Journal(self.store, Quiet(), lambda line: None)
         self.loop = loop = Loop(engine, self.tokenizer, self.store, journal)
         loop.answers.cache_bytes = reserved.evaluation
-        loop.inbox, loop.rank, loop.watch_pass = self.inbox, self.rank, self._record_pass
+        loop.inbox, loop.rank_jobs, loop.watch_pass = self.inbox, self.rank_jobs, self._record_pass
         self.store.describe_device = self._describe_device
         executor = engine.executor
         assert isinstance(executor, Executor), "a service trains in one process"
@@ -345,7 +345,7 @@ class TrainingService:
         priority = spec.priority if row is None else row.priority
         return replace(job, shape=replace(job.shape, priority=priority))
 
-    def rank(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
+    def rank_jobs(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
         """Rank the jobs by the service's policy, and hold back jobs that may crash the process."""
         now, notes = time.time(), self.store.notes
         jobs = [

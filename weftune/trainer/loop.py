@@ -143,7 +143,7 @@ class Loop:
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
         """Source of requests, which are read at window boundaries."""
-        self.rank: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
+        self.rank_jobs: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
         """Policy by which jobs are admitted: by default, the priority and the order of each job."""
         self.watch_pass: Callable[[Passed], None] | None = None
         """Function that is called after every pass."""
@@ -152,13 +152,13 @@ class Loop:
         self._stop: Callable[[], bool] = lambda: False
         """Function that returns whether the run is to end."""
         self._callback: Callback | None = None
-        self._judged: frozenset[str] = frozenset()
+        self._evaluated_trials: frozenset[str] = frozenset()
         """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
         """Maximum number of attached jobs. It is set after a shortage of memory, until one of these jobs has
         ended."""
         self._max_jobs_reason = ""
-        self._overtaken: Mapping[str, int] = {}
+        self._overtake_counts: Mapping[str, int] = {}
         """Maps each waiting job to the number of later jobs that were admitted before it."""
         self._preempted_by: dict[str, str] = {}
         """Maps each preempted job that still waits to the job that replaced it."""
@@ -250,9 +250,9 @@ class Loop:
         self._check_source_jobs()
         attached = self._job_shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting.values()]
-        ranking = self.rank(waiting, attached)
+        ranking = self.rank_jobs(waiting, attached)
         decision = admit_jobs(
-            ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
+            ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtake_counts
         )
         held_names = [name for name in self.executor.attached if name in ranking.hold_reasons]
         if self.executor.unfinished.batches and (decision.admitted_names or decision.preempted or held_names):
@@ -260,7 +260,7 @@ class Loop:
             self._detach_ended()
             self._admit_jobs()
             return
-        self._overtaken = decision.overtake_counts
+        self._overtake_counts = decision.overtake_counts
         self._requeue_jobs({name: ranking.hold_reasons[name] for name in held_names})
         for name, reason in decision.too_large.items():
             advice = self.fitted_models.memory.advice(self.waiting.pop(name).shape)
@@ -431,16 +431,16 @@ class Loop:
             attached = [name for name in self.executor.attached if name not in unscored_samples]
             starting_jobs = frozenset(name for name in attached if self._needs_first_evaluation(name))
             awaited = {name for name in attached if self.sweeps.is_awaited(name, self._current_step(name))}
-            self._judged = (
+            self._evaluated_trials = (
                 frozenset(name for name in awaited if self.sweeps.evaluates_mean_weights(name))
                 - starting_jobs
             )
-            program = self.windows.next(starting_jobs | self._judged, unscored_samples)
+            program = self.windows.next_window(starting_jobs | self._evaluated_trials, unscored_samples)
             # Only now: a window that was planned ahead may refer to jobs that have ended.
             self._release_ended()
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
-            program = program.without_saves(self._recently_saved() | self._judged)
+            program = program.without_saves(self._recently_saved() | self._evaluated_trials)
             with self._use_mean_weights():
                 self._execute_program(program, stop, callback)
             for name, numbers in self.references.finish_window().items():
@@ -535,14 +535,14 @@ class Loop:
     def _use_mean_weights(self) -> Iterator[None]:
         """Return a context manager within which passes read the mean weights of the trials that are being
         evaluated."""
-        for name in self._judged:
+        for name in self._evaluated_trials:
             self.executor.use_mean_weights(name)
         yield
-        for name in self._judged:
+        for name in self._evaluated_trials:
             # An ended trial keeps reading zeros; a detached one has its own weights when attached again.
             if name in self.executor.attached and name not in self._endings:
                 self.executor.use_latest_weights(name)
-        self._judged = frozenset()
+        self._evaluated_trials = frozenset()
 
     def _recently_saved(self) -> frozenset[str]:
         """Return the jobs without `save_every` whose last checkpoint is too recent to write another."""
@@ -564,7 +564,7 @@ class Loop:
         """Finish the batches that the last window left unfinished, since jobs can only join and leave a
         drained pipeline."""
         if self.executor.unfinished.batches:
-            self._execute_program(self.windows.drain(), self._stop, self._callback)
+            self._execute_program(self.windows.drain_window(), self._stop, self._callback)
 
     def _execute_program(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
@@ -583,7 +583,7 @@ class Loop:
         fitted, began = True, time.monotonic()
         try:
             events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
-            for event in self.answers.with_answers(events, program, self._judged):
+            for event in self.answers.with_answers(events, program, self._evaluated_trials):
                 self._handle_event(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
@@ -674,7 +674,7 @@ class Loop:
                     )
                 if (reason := self.sweeps.record_step(event)) is not None and job not in self._endings:
                     self._set_ending(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
-            case Evaluated(job) if job in self._judged:
+            case Evaluated(job) if job in self._evaluated_trials:
                 self.journal.record_rung(event)
                 self.sweeps.record_mean_evaluation(event)
             case Evaluated():
@@ -685,7 +685,11 @@ class Loop:
                 self._save_checkpoint(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
-        if callback is not None and isinstance(event, Stepped | Evaluated) and event.job not in self._judged:
+        if (
+            callback is not None
+            and isinstance(event, Stepped | Evaluated)
+            and event.job not in self._evaluated_trials
+        ):
             began = time.monotonic()
             with phase(Phase.OTHER):
                 callback(event)

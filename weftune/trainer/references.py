@@ -36,7 +36,7 @@ class _Unscored:
 
     key: str
     """Key of the files: it identifies the samples and the base."""
-    numbers: NDArray[np.float64]
+    logprobs: NDArray[np.float64]
     """Log-probability of each sample. NaN for samples that are not scored yet."""
     shared_file: Path | None
     """File for all jobs with the same reference policy. None if its adapter is not known."""
@@ -50,7 +50,7 @@ class _Unscored:
             yield from self.copies.values()
 
     def is_complete(self) -> bool:
-        return not np.isnan(self.numbers).any()
+        return not np.isnan(self.logprobs).any()
 
 
 class References:
@@ -88,9 +88,9 @@ class References:
         policy = _policy_key(job, key, start_folder) if is_known else job.name
         shared = self._folder / f"references-{policy}" if is_known else None
         if policy not in self._unscored:
-            numbers = None if shared is None else read_references(shared, key, count)
+            logprobs = None if shared is None else read_references(shared, key, count)
             self._unscored[policy] = _Unscored(
-                key, np.full(count, np.nan) if numbers is None else numbers, shared
+                key, np.full(count, np.nan) if logprobs is None else logprobs, shared
             )
         waiting = self._unscored[policy]
         waiting.copies[job.name] = copy
@@ -98,7 +98,7 @@ class References:
             return job
         self._write_files(waiting)
         self.remove_job(job.name)
-        return job.with_references(waiting.numbers)
+        return job.with_references(waiting.logprobs)
 
     def _reference_key(self, job: PreparedJob) -> str:
         self._base_key = self._base_key or _base_key(self._base)
@@ -121,14 +121,14 @@ class References:
         found: dict[str, NDArray[np.int64]] = {}
         for one in self._unscored.values():
             first, *others = one.copies
-            found[first] = np.flatnonzero(np.isnan(one.numbers))
+            found[first] = np.flatnonzero(np.isnan(one.logprobs))
             found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
         return found
 
     def record(self, scores: Scored) -> None:
         for one in self._unscored.values():
             if scores.job in one.copies:
-                one.numbers[list(scores.samples)] = scores.logprobs
+                one.logprobs[list(scores.samples)] = scores.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
@@ -137,7 +137,7 @@ class References:
         for policy, one in list(self._unscored.items()):
             self._write_files(one)
             if one.is_complete():
-                found |= dict.fromkeys(one.copies, one.numbers)
+                found |= dict.fromkeys(one.copies, one.logprobs)
                 del self._unscored[policy]
         return found
 
@@ -146,7 +146,7 @@ class References:
         without the files; only a resumed run must compute the log-probabilities again."""
         for path in unscored_samples.files():
             try:
-                write_references(path, unscored_samples.key, unscored_samples.numbers)
+                write_references(path, unscored_samples.key, unscored_samples.logprobs)
             except OutputError as error:
                 self._note(f"warning: {error}; a resumed run scores these samples again.")
 

@@ -78,9 +78,10 @@ def read_retries(folder: Path) -> list[dict[str, Any]]:
     return list(found.values.get("retries", [])) if found else []
 
 
-def add_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """Return the content of job.yaml with the retries that the job's folder records, followed by `more`."""
-    retries = [*read_retries(folder), *(retry.record() for retry in more)]
+def add_retries(description: dict[str, Any], folder: Path, *new_retries: Retry) -> dict[str, Any]:
+    """Return the content of job.yaml with the retries that the job's folder records, followed by the new
+    ones."""
+    retries = [*read_retries(folder), *(retry.record() for retry in new_retries)]
     return {**description, "retries": retries} if retries else description
 
 
@@ -204,7 +205,7 @@ class TokenizerFiles:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._made: dict[str | None, dict[Path, bytes]] = {}
+        self._files_by_template: dict[str | None, dict[Path, bytes]] = {}
         """Maps each chat template to the paths and contents of the tokenizer's files with this template. The
         key None stands for the tokenizer's own template."""
         self._one_at_a_time = threading.Lock()
@@ -215,9 +216,9 @@ class TokenizerFiles:
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
-            if template not in self._made:
-                self._made[template] = self._create_files(template)
-            return self._made[template]
+            if template not in self._files_by_template:
+                self._files_by_template[template] = self._create_files(template)
+            return self._files_by_template[template]
 
     def _create_files(self, template: str | None) -> dict[Path, bytes]:
         own = copy.deepcopy(self._tokenizer)
@@ -308,20 +309,20 @@ class ResultWriter:
         self._store, self._journal = store, journal
         self._tokenizer = TokenizerFiles(tokenizer)
         self._endings: dict[str, Ending] = {}
-        self._begun: dict[str, Future[None]] = {}
+        self._pending_adapters: dict[str, Future[None]] = {}
         """Maps each detached job to the pending write of its adapter, after which the job has ended."""
-        self._spent: list[str] = []
+        self._checkpoints_to_delete: list[str] = []
         """Ended jobs whose checkpoints are deleted as soon as the outcome of these jobs is on disk."""
 
     def __contains__(self, name: object) -> bool:
         """Return whether the adapter of a detached job is still being written."""
-        return name in self._begun
+        return name in self._pending_adapters
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._begun)
+        return iter(self._pending_adapters)
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._pending_adapters)
 
     def checkpoints(self, name: str) -> Path:
         return self._store.output / name / CHECKPOINTS
@@ -359,7 +360,7 @@ class ResultWriter:
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take_snapshot(training)
         self._endings[training.job] = ending
-        self._begun[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
+        self._pending_adapters[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
 
     def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
         """Write the adapter; called in a background thread."""
@@ -386,30 +387,30 @@ class ResultWriter:
         return self._writer.write(snapshot, write)
 
     def drop_job_checkpoints(self, name: str) -> None:
-        self._spent.append(name)
+        self._checkpoints_to_delete.append(name)
 
     def record_finished_writes(self) -> None:
         """Record the ends of jobs whose adapters were written, or could not be written, since the last
         call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
-        while self._begun and next(iter(self._begun.values())).done():
-            name = next(iter(self._begun))
+        while self._pending_adapters and next(iter(self._pending_adapters.values())).done():
+            name = next(iter(self._pending_adapters))
             ending = self._endings.pop(name)
-            if (trouble := find_disk_error(self._begun.pop(name))) is not None:
+            if (trouble := find_disk_error(self._pending_adapters.pop(name))) is not None:
                 reason = f"its adapter cannot be written: {trouble}; {self.resume_advice(name)}"
                 ending = Ending(State.PAUSED, reason)
             self._journal.set_state(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 self.drop_job_checkpoints(name)
-        if self._spent and (self._store.is_write_due() or not self._begun):
+        if self._checkpoints_to_delete and (self._store.is_write_due() or not self._pending_adapters):
             # Deleted once the states are on disk: one write for all of them.
             if self._journal.flush():
-                for name in self._spent:
+                for name in self._checkpoints_to_delete:
                     self._writer.run(name, partial(shutil.rmtree, self.checkpoints(name), ignore_errors=True))
-            self._spent.clear()
+            self._checkpoints_to_delete.clear()
 
     def wait_for_next_write(self) -> None:
-        wait([next(iter(self._begun.values()))])
+        wait([next(iter(self._pending_adapters.values()))])
 
     def resume_advice(self, name: str) -> str:
         progress = checkpoint.newest_progress(self.checkpoints(name))

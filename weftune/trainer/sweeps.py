@@ -129,7 +129,7 @@ class Sweeps:
                         sweep.record_refusal(trial.name, str(error))
                         show_note(f"warning: {trial.name} cannot be trained: {error}")
 
-    def decide(self, store: Store) -> None:
+    def decide_rungs(self, store: Store) -> None:
         """Decide the rungs that all trials have reached from the metrics in the store, while no job trains.
         Trials that leave are cancelled in the store."""
         for sweep in self.sweeps:

@@ -146,7 +146,7 @@ class Trainer:
         self.jobs[job.name] = job
         if self.loop is not None and not self._has_ended(self._store_in_folder(self.loop), job.name):
             try:
-                (ready,) = self._prepare_joining([job], self._place)
+                (ready,) = self._prepare_joining_jobs([job], self._place)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -158,7 +158,7 @@ class Trainer:
         assert isinstance(loop.store, Store), "a trainer keeps its jobs in a folder"
         return loop.store
 
-    def _prepare_joining(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
+    def _prepare_joining_jobs(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
         """Prepare jobs that join the current run, and are in `self.jobs` already. Raise one error for the
         invalid jobs among them."""
         assert self.loop is not None
@@ -172,7 +172,7 @@ class Trainer:
             self.loop.answers.check(job)
         return ready
 
-    def _prepare_added(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
+    def _prepare_added_jobs(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
         """Prepare the jobs of a file that `weftune jobs add` has sent to the running run, and begin its
         sweeps. `record` keeps the file for `--resume`."""
         assert self.loop is not None
@@ -188,7 +188,7 @@ class Trainer:
         for sweep in run.sweeps:
             self.add_sweep(sweep)
         try:
-            ready = self._prepare_joining(run.jobs, run.locate)
+            ready = self._prepare_joining_jobs(run.jobs, run.locate)
             opened = [self._open_sweep(store, sweep) for sweep in run.sweeps]
             record()
         except UserError:
@@ -289,7 +289,7 @@ class Trainer:
             stack.enter_context(store)
             sweeps = self.restore_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
-                ready = self.prepare_unfinished(store, shape)
+                ready = self.prepare_unfinished_jobs(store, shape)
             shapes = [sweeps.with_weight_means(job).shape for job in ready]
             engine = None
             if ready:
@@ -318,7 +318,7 @@ class Trainer:
                 stack.callback(loggers.close)
                 self.loop = self._create_loop(engine, store, Journal(store, self.view, loggers.log))
                 self.loop.sweeps, self.loop.add = sweeps, self.add
-                inbox = FolderInbox(store.records, self._prepare_added, self._note_recorder(store))
+                inbox = FolderInbox(store.records, self._prepare_added_jobs, self._note_recorder(store))
                 self.loop.inbox = inbox
                 stack.callback(inbox.close)
                 for sweep in sweeps.sweeps:
@@ -401,7 +401,7 @@ class Trainer:
             found.refuse_retries(option, names, self.options.changes)
         return found
 
-    def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
+    def prepare_unfinished_jobs(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
         if store.rebuilt:
             self.view.note(store.rebuilt)

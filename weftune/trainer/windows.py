@@ -93,7 +93,7 @@ class Windows:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def next(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
+    def next_window(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
         samples and do not train. If the capacity or the recomputed activations have changed, the returned
@@ -102,7 +102,7 @@ class Windows:
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
         if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
-            return self.drain()
+            return self.drain_window()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
         if ahead is None or starting_jobs or unscored_samples or not is_valid:
             pacing = self._pacing(cursors, capacity, recompute)
@@ -111,7 +111,7 @@ class Windows:
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
-    def drain(self) -> Program:
+    def drain_window(self) -> Program:
         """Return a window that only finishes the batches that the last one left unfinished."""
         unfinished, cursors = self._executor.unfinished, self._job_cursors()
         windows = [self._jobs[name].job_window(step, 0, False) for name, step in cursors.items()]

@@ -188,7 +188,7 @@ class TrainingStore:
         self._database = database
         self._token: int | None = None
         """Token of this process's lease."""
-        self._seen: tuple[tuple[int, int], float] | None = None
+        self._observed_lease: tuple[tuple[int, int], float] | None = None
         """Token and number of renewals of another process's lease, and the monotonic time at which they were
         first observed."""
 
@@ -218,9 +218,9 @@ class TrainingStore:
         if lease is None or not lease.holder or has_exited(lease.holder):
             return True
         now, version = time.monotonic(), (lease.token, lease.renewals)
-        if self._seen is None or self._seen[0] != version:
-            self._seen = version, now
-        return now - self._seen[1] > lease.seconds * PATIENCE
+        if self._observed_lease is None or self._observed_lease[0] != version:
+            self._observed_lease = version, now
+        return now - self._observed_lease[1] > lease.seconds * PATIENCE
 
     def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
         """Take the lease and return the fencing token. Return None if another process has changed the lease
