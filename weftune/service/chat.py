@@ -246,7 +246,7 @@ class ChatServer:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(
-            asyncio.start_unix_server(self._connected, sock=self._socket, limit=LINE_BYTES)
+            asyncio.start_unix_server(self._handle_connection, sock=self._socket, limit=LINE_BYTES)
         )
         self._loop.run_forever()
         server.close()
@@ -257,7 +257,7 @@ class ChatServer:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         own: set[_Exchange] = set()
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -265,7 +265,7 @@ class ChatServer:
                 exchange = _Exchange(self._loop, writer)
                 own.add(exchange)
                 self._exchanges.add(exchange)
-                task = asyncio.create_task(self._prepare(exchange, line))
+                task = asyncio.create_task(self._prepare_prompt(exchange, line))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         except ValueError:
@@ -281,7 +281,7 @@ class ChatServer:
             self._arrived.set()
             writer.close()
 
-    async def _prepare(self, exchange: _Exchange, line: bytes) -> None:
+    async def _prepare_prompt(self, exchange: _Exchange, line: bytes) -> None:
         """Parse a request and tokenise its prompt, in the server's own thread."""
         try:
             values = parse_line(line)

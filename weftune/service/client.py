@@ -108,7 +108,7 @@ class ServiceClient:
     def submit(self, run: RunSpec) -> Iterator[dict[str, Any]]:
         """Submit all jobs and sweeps of a jobs file, and yield them as the service answers. Rows that several
         jobs share are uploaded once."""
-        refuse_unsubmittable(run)
+        refuse_unsupported_jobs(run)
         if (base := self._read_base()) != public_name(run.base):
             raise SpecError(
                 Mistake("base", f"is {public_name(run.base)}, and the service trains on {base}; write that")
@@ -191,7 +191,7 @@ def job_request(job: JobSpec) -> dict[str, Any]:
     }
 
 
-def refuse_unsubmittable(run: RunSpec) -> None:
+def refuse_unsupported_jobs(run: RunSpec) -> None:
     """Refuse jobs that a service does not support: those with local files other than rows, with mixtures of
     datasets, or with another job to start from."""
     mistakes: list[Mistake] = []

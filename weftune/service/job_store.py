@@ -503,11 +503,11 @@ class ServiceJobStore:
         """Return a reason in which ids of other tenants' jobs are hidden from the job's owner."""
         tenant = self._jobs[name].tenant
 
-        def shown(match: re.Match[str]) -> str:
+        def hide_other_job(match: re.Match[str]) -> str:
             other = self.row(match[0])
             return match[0] if other is not None and other.tenant == tenant else "another job"
 
-        return JOB_ID.sub(shown, reason)
+        return JOB_ID.sub(hide_other_job, reason)
 
     def _model_name(self, name: str, step: int | None = None) -> str:
         row, notes = self._jobs[name], self.notes[name]

@@ -58,5 +58,5 @@ class _Server(uvicorn.Server):
         self._streams = streams
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._streams.closing = True
+        self._streams.is_closing = True
         super().handle_exit(sig, frame)

@@ -76,21 +76,21 @@ CRASHED = "the training process ended unexpectedly"
 class AnswerMemory:
     """Device bytes that are reserved for generated answers. Jobs are admitted to the remaining memory."""
 
-    chat: int
+    chat_bytes: int
     """Bytes of the KV cache for answers to clients' prompts."""
-    evaluation: int
+    evaluation_bytes: int
     """Bytes of the KV cache for answers that jobs generate at evaluations."""
-    adapters: int
+    adapter_bytes: int
     """Bytes of adapters that are attached only to answer prompts."""
 
     @property
-    def total(self) -> int:
-        return self.chat + self.evaluation + self.adapters
+    def total_bytes(self) -> int:
+        return self.chat_bytes + self.evaluation_bytes + self.adapter_bytes
 
 
 ANSWER_MEMORY = {
-    "cuda": AnswerMemory(chat=2 << 30, evaluation=1 << 30, adapters=1 << 30),
-    "cpu": AnswerMemory(chat=256 << 20, evaluation=128 << 20, adapters=128 << 20),
+    "cuda": AnswerMemory(chat_bytes=2 << 30, evaluation_bytes=1 << 30, adapter_bytes=1 << 30),
+    "cpu": AnswerMemory(chat_bytes=256 << 20, evaluation_bytes=128 << 20, adapter_bytes=128 << 20),
 }
 """Maps each device type to the memory that is reserved for answers."""
 
@@ -172,7 +172,7 @@ class TrainingService:
             device=settings.device,
             memory=settings.memory,
             gpu_memory=settings.gpu_memory,
-            decoder_bytes=reserved.total,
+            decoder_bytes=reserved.total_bytes,
         )
         with base_read_ahead(settings.base):
             engine = open_engine(
@@ -186,7 +186,7 @@ class TrainingService:
             )
         journal = Journal(self.store, Quiet(), lambda line: None)
         self.loop = loop = Loop(engine, self.tokenizer, self.store, journal)
-        loop.answers.cache_bytes = reserved.evaluation
+        loop.answers.cache_bytes = reserved.evaluation_bytes
         loop.inbox, loop.rank_jobs, loop.watch_pass = self.inbox, self.rank_jobs, self._record_pass
         self.store.describe_device = self._describe_device
         executor = engine.executor
@@ -201,8 +201,8 @@ class TrainingService:
                 self.tokenizer,
                 self.store.output,
                 settings.chat_socket,
-                reserved.chat,
-                reserved.adapters,
+                reserved.chat_bytes,
+                reserved.adapter_bytes,
             )
             stack.callback(chat.close)
             executor.offer_turn = partial(loop.take_turn, chat.turn)

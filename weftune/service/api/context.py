@@ -93,7 +93,7 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
-        async def strict(request: Request) -> Response:
+        async def handle_request(request: Request) -> Response:
             return await handler(_StrictRequest(request.scope, request.receive))
 
-        return strict
+        return handle_request

@@ -114,7 +114,7 @@ async def upload(request: Request, tenant: Tenant, service: ServiceHere) -> File
         for one in (part, path):
             one.unlink(missing_ok=True)
         raise
-    return view(record)
+    return file_view(record)
 
 
 @router.get("", response_model=FilePage, summary="List files")
@@ -127,7 +127,7 @@ def list_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FilePage:
     found = service.requests.files(tenant, after=after, limit=limit + 1, order=order, purpose=purpose)
-    return FilePage(data=[view(one) for one in found[:limit]], **page_ends(found, limit))
+    return FilePage(data=[file_view(one) for one in found[:limit]], **page_fields(found, limit))
 
 
 @router.get("/{file_id}", response_model=File, summary="Get a file")
@@ -141,7 +141,7 @@ def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
             filename=f"{job}.csv",
             purpose="fine-tune-results",
         )
-    return view(_find_file(service, tenant, file_id))
+    return file_view(_find_file(service, tenant, file_id))
 
 
 @router.get(
@@ -180,7 +180,7 @@ def delete_file(file_id: str, tenant: Tenant, service: ServiceHere) -> FileDelet
 ATTACHMENT = {"Content-Disposition": "attachment"}
 
 
-def view(record: FileRecord) -> File:
+def file_view(record: FileRecord) -> File:
     return File(
         id=record.id,
         bytes=record.bytes,
@@ -190,7 +190,7 @@ def view(record: FileRecord) -> File:
     )
 
 
-def page_ends(rows: Sequence[Any], limit: int) -> dict[str, Any]:
+def page_fields(rows: Sequence[Any], limit: int) -> dict[str, Any]:
     """Return all fields of a page except its data. `rows` has `limit` + 1 items if there is a next page."""
     shown = rows[:limit]
     return {

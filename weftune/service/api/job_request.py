@@ -98,7 +98,7 @@ def job_keys(
     kind = objective.get("kind", "sft")
     given = hyperparameters_of(body)
     keys: dict[str, Any] = {"name": name, "objective": objective}
-    keys["data"] = {"path": training_path} | _given_names(extension, DATA_KEYS)
+    keys["data"] = {"path": training_path} | _given_values(extension, DATA_KEYS)
     keys["adapter"] = dict(_request_section(extension.adapter, "adapter"))
     if start is not None:
         keys["adapter"] = {**start, **keys["adapter"]}
@@ -110,13 +110,13 @@ def job_keys(
         keys["epochs"] = epochs
     elif extension.epochs is not None:
         raise invalid_request("weftune.steps: give epochs or steps, not both", param="weftune.steps")
-    keys["batch_size"] = auto_batch(rows) if given.batch_size == "auto" else given.batch_size
+    keys["batch_size"] = auto_batch_size(rows) if given.batch_size == "auto" else given.batch_size
     keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
-    keys |= _given_names(extension, JOB_KEYS)
+    keys |= _given_values(extension, JOB_KEYS)
     keys |= _learning_rate(extension, given, kind)
     keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
-        keys["save_every"] = _epoch_share(epochs)
+        keys["save_every"] = _epoch_fraction(epochs)
     validate(keys, body)
     if extension.sweep is not None:
         _refuse_server_keys(extension.sweep)
@@ -217,13 +217,13 @@ def hyperparameters_of(body: JobRequest) -> Hyperparameters:
     return found or Hyperparameters()
 
 
-def auto_batch(rows: int) -> int:
+def auto_batch_size(rows: int) -> int:
     """Return the number of rows per step for `batch_size: auto`: 16, or fewer if an epoch would have less
     than 8 steps."""
     return max(1, min(AUTO_BATCH, rows // 8))
 
 
-def _given_names(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
+def _given_values(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: getattr(extension, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -297,11 +297,11 @@ def _evaluation(
     if not own:
         return {}
     if "every" not in own and epochs > 1 and extension.steps is None:
-        own["every"] = _epoch_share(epochs)
+        own["every"] = _epoch_fraction(epochs)
     return {"eval": own}
 
 
-def _epoch_share(epochs: float) -> float:
+def _epoch_fraction(epochs: float) -> float:
     """Return the fraction of the run that one epoch takes, rounded down so that evaluations are never more
     than an epoch apart."""
     return math.floor(1e9 / epochs) / 1e9

@@ -48,7 +48,7 @@ def find_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
     return None
 
 
-def find_training(service: Service, tenant: str, name: str) -> Adapter | None:
+def find_training_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
     """Return the adapter of a job that is training, given the model name of its future finished adapter. None
     if the tenant trains no such job."""
     parsed = parse_adapter_name(name)
