@@ -70,7 +70,7 @@ def attach(jobs: AttachedJobs, work: PairWork, objective: ObjectiveSpec) -> None
 
 
 def detach(jobs: AttachedJobs) -> None:
-    for job in list(jobs.stocks):
+    for job in list(jobs.samples_by_job):
         jobs.leave(job)
 
 

@@ -178,7 +178,7 @@ def weight_seconds(jobs: AttachedJobs, work: SharedWork) -> tuple[float, float]:
     for _ in range(WEIGHT_STEPS):
         jobs.run(jobs.plan(1, CAPACITY))
         wait(device)
-        steps = {job: stock.step for job, stock in jobs.stocks.items()}
+        steps = {job: stock.step for job, stock in jobs.samples_by_job.items()}
         for found in (first, other):
             began = time.perf_counter()
             continued = decoder.run_pass()

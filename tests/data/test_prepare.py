@@ -145,10 +145,10 @@ def test_an_evaluation_whose_rows_are_all_trained_on_is_known(gpt2, tmp_path, wr
     ):
         held_out = EvalSpec(path=str(write_lines(rows, f"{name}.jsonl")))
         found = prepare(DataSpec(path=str(train)), held_out, gpt2, tmp_path / "cache")
-        assert found.evaluates_trained is is_known, name
-        assert found.add_prefix(3, 0).evaluates_trained is is_known
+        assert found.evaluates_training_rows is is_known, name
+        assert found.add_prefix(3, 0).evaluates_training_rows is is_known
     split = prepare(DataSpec(path=str(train)), EvalSpec(fraction=0.2), gpt2, tmp_path / "cache")
-    assert not split.evaluates_trained
+    assert not split.evaluates_training_rows
 
 
 def test_an_evaluation_file_is_read_with_the_same_settings(gpt2, tmp_path, write_lines):

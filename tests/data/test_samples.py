@@ -48,8 +48,8 @@ def test_weights_are_there_only_where_one_differs():
 
 
 def test_the_largest_batch_holds_the_longest_samples_once_or_with_weights_the_longest_again_and_again():
-    assert [two_shares().largest_batch(size) for size in (1, 2, 3, 9)] == [4, 7, 8, 9]
-    assert two_shares(0.5).largest_batch(3) == 12
+    assert [two_shares().max_batch_tokens(size) for size in (1, 2, 3, 9)] == [4, 7, 8, 9]
+    assert two_shares(0.5).max_batch_tokens(3) == 12
 
 
 def test_a_row_hashes_alike_whatever_the_order_of_its_columns_and_never_changes():

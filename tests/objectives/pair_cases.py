@@ -79,7 +79,7 @@ def labelled_samples() -> Samples:
         desirable=np.array(LABELS),
     )
     whole = Samples([Share(store, np.arange(len(found)))], "labelled", has_labels=True)
-    return whole.add_mismatched(np.arange(len(found)), len(found), 10**6)
+    return whole.add_mismatched_samples(np.arange(len(found)), len(found), 10**6)
 
 
 def mismatched_tokens() -> list[tuple[Tensor, int]]:

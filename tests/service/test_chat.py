@@ -263,7 +263,7 @@ def test_a_job_that_leaves_ends_its_answer_with_a_sentence_and_training_goes_on(
             return None
 
         def train() -> None:
-            if pieces and "running-0" in jobs.stocks:
+            if pieces and "running-0" in jobs.samples_by_job:
                 jobs.leave("running-0")
             jobs.run(jobs.plan(1, 32))
 

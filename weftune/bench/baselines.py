@@ -59,7 +59,7 @@ class BaselineWork:
         return sum(self.lengths)
 
 
-def frozen(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
+def measure_frozen_base(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     """Measure forward and backward over all jobs' samples as one batch, without adapters.
 
     The input embeddings require a gradient, so that the backward reaches all layers.

@@ -41,7 +41,7 @@ class ProcessTask:
 class Answer:
     start: float = 0.0
     stop: float = 0.0
-    peak: int = 0
+    peak_bytes: int = 0
     measured: MeasuredStep = field(default_factory=lambda: MeasuredStep(None, None))
     problem: str = ""
 
@@ -65,7 +65,7 @@ def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> Measured
     steps = task.pace.blocks * task.pace.steps
     together = max(a.stop for a in answers) - min(a.start for a in answers)
     note = "" if count == jobs else f"{count} processes fit, so {jobs} jobs take {jobs / count:.1f} turns"
-    return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
+    return MeasuredStep(together / steps * jobs / count, sum(a.peak_bytes for a in answers) or None, note)
 
 
 def _fitting_count(hardware: Hardware, job_peak_bytes: int | None) -> int:

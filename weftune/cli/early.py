@@ -104,10 +104,10 @@ def check_device(name: str | None) -> None:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.")
 
 
-def store_folder(chosen: Path | None) -> Path:
-    """Return the folder of a service: `chosen`, or `weftune` in the user's data folder if none is chosen."""
-    if chosen is not None:
-        return chosen.expanduser()
+def store_folder(folder: Path | None) -> Path:
+    """Return the folder of a service: `folder`, or `weftune` in the user's data folder if it is None."""
+    if folder is not None:
+        return folder.expanduser()
     shared = os.environ.get("XDG_DATA_HOME")
     return (Path(shared) if shared else Path.home() / ".local" / "share") / "weftune"
 
@@ -121,7 +121,7 @@ def read_jobs_file(jobs: Path) -> RunSpec:
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, read_model_shape)
-    refuse_base(run.base)
+    refuse_missing_base(run.base)
     return run
 
 
@@ -140,7 +140,7 @@ def read_model_shape(base: BaseSpec) -> ModelShape | None:
         return None
 
 
-def refuse_base(base: BaseSpec) -> None:
+def refuse_missing_base(base: BaseSpec) -> None:
     """Raise an error if the base is a folder that holds no model, or an id that the Hugging Face Hub does not
     know."""
     from weftune.base.config import model_folder, refuse_missing_base

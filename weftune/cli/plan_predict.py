@@ -189,7 +189,7 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
     return tuple(rows)
 
 
-def stage_needs(prediction: Prediction) -> list[int]:
+def device_needs_bytes(prediction: Prediction) -> list[int]:
     """Return the predicted bytes on each device when microbatches have their maximum size. Every device is
     assumed to hold the adapters of all jobs of the first window."""
     memory, program = prediction.choice.memory, prediction.program

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_predict import Plan, device_needs_bytes
 from weftune.launch.choice import division_sentence
 from weftune.launch.plan_case import PlanCase
 from weftune.launch.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
@@ -25,12 +25,12 @@ def show_plan(console: Console, plan: Plan) -> None:
     if plan.shares is not None:
         _show_shares(console, plan, plan.shares)
     elif isinstance(plan.outlook, Prediction):
-        _show_resident(console, plan, plan.outlook)
+        _show_resident_plan(console, plan, plan.outlook)
     else:
-        _show_streamed(console, plan, plan.outlook)
+        _show_streamed_plan(console, plan, plan.outlook)
     if plan.case.has_several_devices:
         _show_candidates(console, plan)
-    _show_waiting(console, plan)
+    _show_waiting_jobs(console, plan)
     for sentence in plan.sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
     if plan.ablations:
@@ -108,7 +108,7 @@ def _flags_sentence(plan: Plan) -> str:
     return f" Train with {plan.flags}." if chosen else ""
 
 
-def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None:
+def _show_resident_plan(console: Console, plan: Plan, prediction: Prediction) -> None:
     console.print(
         f"{count_noun(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
         f"capacity of {prediction.program.capacity:,}. The base is "
@@ -171,7 +171,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
     console.print(table)
 
 
-def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
+def _show_streamed_plan(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
     """Print the plan for a base that is streamed to the devices from host memory or from its files."""
     choice, seconds = plan.choice, outlook.forecast.seconds
     source = "read from its files" if choice.reads_weight_files else "streamed from host memory"
@@ -210,7 +210,7 @@ def _show_sampling_note(console: Console, case: PlanCase) -> None:
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
-def _show_waiting(console: Console, plan: Plan) -> None:
+def _show_waiting_jobs(console: Console, plan: Plan) -> None:
     """Print the jobs that are not admitted."""
     sweeps, admission = plan.case.sweeps, plan.admission
     trials = {name: one.name for one in sweeps for name in one.known_trials}
@@ -244,7 +244,7 @@ def stage_table(prediction: Prediction, case: PlanCase) -> Table:
     columns = ("device", "layers", "needs at most", "may take")
     table = Table(*columns, title="Memory on every device", caption=caption)
     layout, layers = prediction.choice.layout, case.shape.layers
-    for number, (stage, need) in enumerate(zip(layout.stages, stage_needs(prediction), strict=True)):
+    for number, (stage, need) in enumerate(zip(layout.stages, device_needs_bytes(prediction), strict=True)):
         first, last = stage.start == 0, stage.stop == layers
         table.add_row(
             _device_text(case, number),

@@ -23,7 +23,7 @@ from weftune.cli.early import (
     MemoryOption,
     check_device,
     parse_bytes,
-    refuse_base,
+    refuse_missing_base,
     store_folder,
 )
 from weftune.errors import MissingPackage, UserError
@@ -104,7 +104,7 @@ def serve(
         announce=None if announce is None else parse_announce_url(announce),
         metrics=read_metrics(metric or []),
     )
-    refuse_base(settings.base)
+    refuse_missing_base(settings.base)
     refuse_other_base(settings)
     refuse_taken_port(host, port)
     claim_store(settings)

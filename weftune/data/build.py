@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
-from weftune.data.formats import Content, Sample, check_trainable, detect_format, normalise, rename_columns
+from weftune.data.formats import (
+    Content,
+    Sample,
+    check_trainable,
+    detect_format,
+    normalise_row,
+    rename_columns,
+)
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row_from_json, row_hash
 from weftune.data.spec import DataSpec, Format, RowKind
 from weftune.data.tokenise import Rules, Tokeniser
@@ -117,7 +124,7 @@ def _rows_within_limit(table: Table, spec: DataSpec) -> Iterator[Row]:
 def _read_content(row: Row, format: Format, spec: DataSpec) -> Content:
     if row.problem is not None:
         raise BadRow(row.problem)
-    return normalise(row.value, format, spec)
+    return normalise_row(row.value, format, spec)
 
 
 class _SimilarRows:

@@ -44,7 +44,7 @@ class Prepared:
     evaluation: Samples | None
     notes: tuple[str, ...]
     """Sentences for the user, for example about skipped rows."""
-    evaluates_trained: bool = False
+    evaluates_training_rows: bool = False
     """Whether every evaluation row is also a training row."""
 
     def supervise_prompts(self) -> Prepared:
@@ -57,15 +57,15 @@ class Prepared:
         held_out = None if self.evaluation is None else self.evaluation.remove_targets()
         return replace(self, train=self.train.remove_targets(), evaluation=held_out)
 
-    def add_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
+    def add_mismatched_samples(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
         """Return the samples together with mismatched ones for KTO, which are prompts with the answers of
         other samples in the same batch. Batches of training rows are those of the first epoch; held-out rows
         are taken in their own order."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
-            held_out = held_out.add_mismatched(np.arange(len(held_out)), batch_size, max_tokens)
-        train = self.train.add_mismatched(rows, batch_size, max_tokens)
+            held_out = held_out.add_mismatched_samples(np.arange(len(held_out)), batch_size, max_tokens)
+        train = self.train.add_mismatched_samples(rows, batch_size, max_tokens)
         return replace(self, train=train, evaluation=held_out)
 
     def add_prefix(self, rows: int, keys: int) -> Prepared:
@@ -156,9 +156,9 @@ class SharedData:
         if not held_out:
             return Prepared(train, None, notes)
         rows = np.concatenate([store.rows for store in trained])
-        evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
+        evaluates_training_rows = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
         evaluated = _select_all_rows(held_out, [1.0] * len(held_out), row_kind)
-        return Prepared(train, evaluated, notes, evaluates_trained)
+        return Prepared(train, evaluated, notes, evaluates_training_rows)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
         """Return the rules by which a job's rows are converted to samples."""

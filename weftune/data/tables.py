@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from weftune.core.hub import absence_reason
 from weftune.data.json_rows import read_json, read_lines
-from weftune.data.parquet import batches, refuse_expansion
+from weftune.data.parquet import read_batches, refuse_expansion
 from weftune.data.row import TOO_DEEP, Row, Table, canonical_json, is_nested_deeply, to_row
 from weftune.errors import DataError, Mistake
 
@@ -91,7 +91,7 @@ def read_parquet(path: Path, label: str) -> Iterator[Row]:
     number = 0
     refuse_expansion(path, label)
     try:
-        for batch in batches(path):
+        for batch in read_batches(path):
             for value in batch.to_pylist():
                 number += 1
                 yield _drop_missing_values(f"{label}:{number}", value)

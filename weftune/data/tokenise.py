@@ -115,9 +115,9 @@ class Tokeniser:
             raise DataError(
                 "the base's tokenizer has no end-of-text token, which text and completion rows end with"
             )
-        heads = encoder.texts([content.text for content in contents])
+        heads = encoder.encode_texts([content.text for content in contents])
         tails = iter(
-            encoder.continuations([one.completion for one in contents if one.completion is not None])
+            encoder.encode_continuations([one.completion for one in contents if one.completion is not None])
         )
         lead = np.array(encoder.prefix_tokens, dtype=np.int32)
         end = np.array([encoder.eos], dtype=np.int32)
@@ -148,7 +148,7 @@ class Tokeniser:
         if encoder.eos is None:
             raise DataError("the base's tokenizer has no end-of-text token, which answers end with")
         texts = [(side.text, side.completion or "") for side in sides]
-        given, *whole = encoder.texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
+        given, *whole = encoder.encode_texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
         lead, end = np.array(encoder.prefix_tokens, np.int32), np.array([encoder.eos], np.int32)
         prompt = _unmasked_sample(np.concatenate([lead, given]))
         return [(prompt, _unmasked_sample(np.concatenate([lead, one, end]))) for one in whole]
@@ -173,7 +173,7 @@ class Tokeniser:
     def _encode_chats(self, chats: Sequence[Chat]) -> list[Outcome]:
         """Return the samples of each chat. All chats are rendered by one call to the limited process, and
         those without control tokens are tokenised in one call."""
-        hidden = [self._hide_control(chat) for chat in chats]
+        hidden = [self._hide_control_tokens(chat) for chat in chats]
         shown = [chat for chat in hidden if isinstance(chat, Chat)]
         plain = self._render(self._rules.template, [chat for chat in shown if chat.tools is None])
         with_tools = self._render(
@@ -201,7 +201,7 @@ class Tokeniser:
         ends = None if self._supervises_all else sorted(self._encoder.added)
         return iter(template.render_chats(chats, ends))
 
-    def _hide_control(self, chat: Chat) -> Chat | BadRow:
+    def _hide_control_tokens(self, chat: Chat) -> Chat | BadRow:
         """Return the chat with each control token replaced by a placeholder, a private-use character."""
         control = self._encoder.control
         if not contains_control_token([chat.messages, chat.tools], control):
@@ -219,7 +219,9 @@ class Tokeniser:
         it. `plain_tokens` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
-            encoder.pieces(one.text, chat.placeholders) if chat.placeholders else next(plain_tokens)
+            encoder.encode_with_placeholders(one.text, chat.placeholders)
+            if chat.placeholders
+            else next(plain_tokens)
             for one in row
         ]
         if chat.answer is not None:
@@ -233,9 +235,9 @@ class Tokeniser:
         tally.merged += any(
             encoder.splits_token(part, start) for one, part in samples for start, _ in one.spans or ()
         )
-        return tuple(self._supervised_mask(one, part) for one, part in samples)
+        return tuple(self._to_sample(one, part) for one, part in samples)
 
-    def _supervised_mask(self, rendered: Rendered, encoded: Encoded) -> Sample:
+    def _to_sample(self, rendered: Rendered, encoded: Encoded) -> Sample:
         mask = np.full(len(encoded.tokens), rendered.spans is None)
         for start, stop in rendered.spans or ():
             # A token that begins in the prompt and continues into the answer counts too: the answer begins
@@ -283,7 +285,7 @@ def prompt_tokens(
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         ids = _chat_prompt(encoder, source, messages, tools, now)
     elif isinstance(prompt, str):
-        (tokens,) = encoder.texts([prompt])
+        (tokens,) = encoder.encode_texts([prompt])
         ids = [*encoder.prefix_tokens, *tokens.tolist()]
     else:
         raise DataError("This base has no chat template, so it takes a text and no messages.")
@@ -308,6 +310,6 @@ def _chat_prompt(
         except BadRow as problem:
             problems.append(problem)
         else:
-            ids: list[int] = encoder.pieces(text, placeholders).tokens.tolist()
+            ids: list[int] = encoder.encode_with_placeholders(text, placeholders).tokens.tolist()
             return ids
     raise DataError(f"This prompt cannot be put to the model: {problems[0]}.") from problems[0]

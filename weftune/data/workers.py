@@ -113,7 +113,7 @@ def _run_item(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> t
 class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent = b""
+        self._sent_digest = b""
         """Digest of the shared values last sent to the process."""
 
     def request(self, shared: bytes, payload: bytes) -> bytes:
@@ -123,16 +123,16 @@ class _Worker:
         assert process.stdout is not None
         digest = hashlib.blake2b(shared).digest()
         try:
-            send_bytes(process.stdin, b"" if digest == self._sent else shared)
+            send_bytes(process.stdin, b"" if digest == self._sent_digest else shared)
             send_bytes(process.stdin, payload)
-            self._sent = digest
+            self._sent_digest = digest
             return receive_bytes(process.stdout) or b""
         except OSError:
             return b""
 
     def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._sent, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
+            self._sent_digest, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
         return self._process
 
     def shutdown(self) -> None:

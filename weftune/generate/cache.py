@@ -206,14 +206,14 @@ class CachedRows:
         written = [page_rows(one.pages, one.start, one.stop) for one in sequences]
         self._written_T = to_device(torch.cat(written), device)
         is_first = [one.start == one.prefix_keys for one in sequences]
-        self._prefixed = [
+        self._prefix_rows = [
             to_device(page_rows(one.pages, 0, one.prefix_keys), device)
             for one, first in zip(sequences, is_first, strict=True)
             if first and one.prefix_keys
         ]
         """Indices of the cache rows for the prefix keys of each sequence that has prefix keys and is in its
         first pass."""
-        self._is_fresh = all(is_first) and not self._prefixed
+        self._is_fresh = all(is_first) and not self._prefix_rows
         """Whether the pass's rows attend only to one another, as in training, so that no cached row is
         read."""
         self._read: list[Tensor] = []
@@ -226,7 +226,7 @@ class CachedRows:
         values_CGD.index_copy_(0, self._written_T, v_TGD)
         if self._is_fresh:
             return attend_packed(q_THD, k_TGD, v_TGD, self._pack, rule)
-        if self._prefixed:
+        if self._prefix_rows:
             self._write_prefixes(keys_CGD, values_CGD, layer)
         attend_one = attend_within if rule.softcap is None else attend_within_capped
         seen = []
@@ -238,7 +238,7 @@ class CachedRows:
         return torch.cat(seen)
 
     def _write_prefixes(self, keys_CGD: Tensor, values_CGD: Tensor, layer: int) -> None:
-        for rows_P, (keys_PN, values_PN) in zip(self._prefixed, self._read_prefixes(layer), strict=True):
+        for rows_P, (keys_PN, values_PN) in zip(self._prefix_rows, self._read_prefixes(layer), strict=True):
             for target_CGD, before_PN in ((keys_CGD, keys_PN), (values_CGD, values_PN)):
                 target_CGD[rows_P] = before_PN.view(-1, *target_CGD.shape[1:]).to(target_CGD.dtype)
 
@@ -253,7 +253,7 @@ class DecodedRows:
         """Allocate the tensors for a number of sequences with up to `max_pages` pages each."""
         self._layers = cache.layers
         self._spare_page = cache.spare_page
-        self.written_B = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self.new_rows_B = torch.zeros(sequences, dtype=torch.int64, device=device)
         """Index of the cache row to which each sequence's new row is written."""
         self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
         """Number of rows of each sequence, including the new one."""
@@ -274,7 +274,7 @@ class DecodedRows:
             page, row = divmod(one.stop - 1, PAGE_ROWS)
             lengths[index], written[index] = one.stop, one.pages[page] * PAGE_ROWS + row
         copy_to(self.lengths_B, torch.from_numpy(lengths))
-        copy_to(self.written_B, torch.from_numpy(written))
+        copy_to(self.new_rows_B, torch.from_numpy(written))
         pages = [one.pages for one in sequences]
         # The pages of a sequence never change, so most steps have those of the step before.
         if len(pages) == len(self._pages) and all(map(operator.is_, pages, self._pages)):
@@ -287,8 +287,8 @@ class DecodedRows:
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
         keys_CGD, values_CGD = self._layers[layer]
-        keys_CGD.index_copy_(0, self.written_B, k_TGD)
-        values_CGD.index_copy_(0, self.written_B, v_TGD)
+        keys_CGD.index_copy_(0, self.new_rows_B, k_TGD)
+        values_CGD.index_copy_(0, self.new_rows_B, v_TGD)
         return paged_attention(
             q_THD,
             keys_CGD,

@@ -138,7 +138,7 @@ class Decoder:
             self._graphs = DecodeGraphs(adapted_base, self._cache, self._head)
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
-        self._ahead: StepAhead | None = None
+        self._prepared_step: StepAhead | None = None
         """Inputs of the next decode step, used only if that step has the same sequences as the last one."""
 
     @property
@@ -211,7 +211,7 @@ class Decoder:
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
             self._append_token(generation, token, logprob)
-        self._ahead = ahead
+        self._prepared_step = ahead
         continued = list(batch)
         for generation in continued:
             if generation.finish_reason is not None:
@@ -298,7 +298,7 @@ class Decoder:
 
     def _build_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
         """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
-        if (ahead := self._ahead) is not None and ahead.batch == batch:
+        if (ahead := self._prepared_step) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
         return self._build_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])

@@ -28,7 +28,7 @@ from weftune.data.formats import (
     Text,
     detect_format,
     has_columns,
-    normalise,
+    normalise_row,
     rename_columns,
     row_kind_name,
 )
@@ -212,7 +212,7 @@ def rows_with_prompts(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]
     format = find_format(table, settings, row_kind_name(settings.format))
     for row in table.rows():
         try:
-            content = normalise(row.value, format, settings)
+            content = normalise_row(row.value, format, settings)
         except BadRow:
             continue  # rows that cannot be used were reported when the table was encoded
         if isinstance(content, Labelled) and not content.desirable:
@@ -391,7 +391,7 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
             if parts and rows + length > max_rows:
                 yield _collate_parts(parts, encoded)
                 parts, rows = [], 0
-            parts.append(Part(name, 1, own, index, 0, own.before, own.first_position))
+            parts.append(Part(name, 1, own, index, 0, own.rows_before, own.first_position))
             rows += length
     yield _collate_parts(parts, encoded)
 
@@ -459,8 +459,8 @@ def encode_prompt_row(encoder: Encoder, row: AnsweredRow) -> list[int]:
     """Return the tokens of a row's prompt. Raise DataError with the row's location if the chat template
     refuses it."""
     try:
-        is_unscaled_lora = isinstance(row.prompt, str)
-        return prompt_tokens(encoder, row.prompt, is_unscaled_lora, tools=row.tools, now=False)
+        is_plain_text = isinstance(row.prompt, str)
+        return prompt_tokens(encoder, row.prompt, is_plain_text, tools=row.tools, now=False)
     except DataError as error:
         raise DataError(Mistake(row.location, str(error))) from error
 

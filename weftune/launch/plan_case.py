@@ -225,8 +225,8 @@ def _job_total(
     if scores:
         # A run that finds the scores in its cache skips this.
         scored = _count_tokens(samples.parts) * (scale or 1.0)
-    if samples.train.mismatched is not None:
-        scored += int(samples.train.mismatched.lengths.sum()) * steps / order.steps_per_epoch
+    if samples.train.mismatched_samples is not None:
+        scored += int(samples.train.mismatched_samples.lengths.sum()) * steps / order.steps_per_epoch
     return JobTotal(
         steps=steps,
         tokens=tokens_per_step(outline.batches, held_out, evaluations, steps, scored),

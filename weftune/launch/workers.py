@@ -146,13 +146,13 @@ def connected_team(
 
 
 def worker_environment(
-    worker: int, workers: int, port: int, started: float, attempt: int = 0
+    worker: int, workers: int, port: int, start_time: float, attempt: int = 0
 ) -> dict[str, str]:
     """Return the environment variables that torchrun would set for a worker. The launcher hosts the TCPStore
-    on `port`. `started` is the time at which the command started, in seconds since 1970, and `attempt` is the
-    number of restarts so far."""
+    on `port`. `start_time` is when the command started, in seconds since 1970, and `attempt` is the number of
+    restarts so far."""
     return {
-        COMMAND_STARTED: str(started),
+        COMMAND_STARTED: str(start_time),
         "RANK": str(worker),
         "WORLD_SIZE": str(workers),
         "LOCAL_RANK": str(worker),

@@ -194,7 +194,7 @@ def collate_plan(
         job = jobs[segment.job]
         for placed in segment.samples:
             samples, index = _sample_of_pass(job, kind, placed.sample, without_adapter)
-            before = samples.before, samples.first_position
+            before = samples.rows_before, samples.first_position
             where = placed.sample_offset, *before, placed.chunk_rows
             parts.append(Part(segment.job, segment.step, samples, index, *where))
     microbatch = collate(parts)

@@ -104,7 +104,7 @@ class References:
         self._base_key = self._base_key or _base_key(self._base)
         data = job.reference_data
         assert data is not None
-        samples = [[part.fingerprint, part.before, part.first_position] for part in data.parts]
+        samples = [[part.fingerprint, part.rows_before, part.first_position] for part in data.parts]
         return reference_key(samples, self._base_key, str(self._base.dtype))
 
     def remove_job(self, job: str) -> None:

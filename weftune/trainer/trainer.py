@@ -449,7 +449,7 @@ class Trainer:
             (job.name, sentence)
             for job in prepared_jobs
             for sentence in data_warnings(
-                job.spec, job.data.train.rows, job.recipe.steps, job.data.evaluates_trained
+                job.spec, job.data.train.rows, job.recipe.steps, job.data.evaluates_training_rows
             )
         ]
         steps = {job.name: job.recipe.steps for job in prepared_jobs}
