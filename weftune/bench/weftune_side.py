@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
-from weftune.data.samples import Samples, Share
+from weftune.data.samples import Samples, StoreRows
 from weftune.objectives.spec import SFT_SPEC, ObjectiveSpec
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import (
@@ -209,7 +209,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_siz
         rows=np.arange(len(lengths), dtype=np.uint64),
         tally=Tally(),
     )
-    return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}", group_size)
+    return Samples([StoreRows(store, np.arange(len(lengths)))], f"random {seed}", group_size)
 
 
 def computed_rows(passes: Sequence[Passed]) -> int:

@@ -28,7 +28,7 @@ from weftune.data.cache import META, SampleStore
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
 from weftune.data.row import Table
-from weftune.data.samples import SampleOrder, Samples, Share
+from weftune.data.samples import SampleOrder, Samples, StoreRows
 from weftune.data.spec import DataSpec, EvalSpec, RowKind, Source
 from weftune.data.tables import open_path, open_rows
 from weftune.data.template import Template, template_source
@@ -302,17 +302,17 @@ def _fingerprint(*identity: object) -> str:
 def _select_all_rows(
     sample_stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind
 ) -> Samples:
-    shares = [
-        Share(store, np.arange(len(store.lengths)), weight)
+    selections = [
+        StoreRows(store, np.arange(len(store.lengths)), weight)
         for store, weight in zip(sample_stores, weights, strict=True)
     ]
     return _make_samples(
-        shares, _fingerprint([store.key for store in sample_stores], list(weights)), row_kind
+        selections, _fingerprint([store.key for store in sample_stores], list(weights)), row_kind
     )
 
 
-def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
-    return Samples(shares, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
+def _make_samples(selections: Sequence[StoreRows], fingerprint: str, row_kind: RowKind) -> Samples:
+    return Samples(selections, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
 
 
 def _split_rows(
@@ -324,11 +324,11 @@ def _split_rows(
     identity = [[store.key for store in sample_stores], list(weights), fraction]
 
     def select_rows(held_out: bool, name: str) -> Samples:
-        shares = []
+        selections = []
         for store, weight in zip(sample_stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
-            shares.append(Share(store, chosen, 1.0 if held_out else weight))
-        return _make_samples(shares, _fingerprint(*identity, name), row_kind)
+            selections.append(StoreRows(store, chosen, 1.0 if held_out else weight))
+        return _make_samples(selections, _fingerprint(*identity, name), row_kind)
 
     return select_rows(False, "train"), select_rows(True, "evaluation")
 

@@ -16,7 +16,7 @@ from weftune.data.cache import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StoreRows:
     """The selected samples of one store, and how often each is shown per epoch."""
 
     store: SampleStore
@@ -28,9 +28,9 @@ class Samples:
     """The training or evaluation samples of one job, from several stores if the data is a mixture."""
 
     def __init__(
-        self, shares: Sequence[Share], fingerprint: str, group_size: int = 1, has_labels: bool = False
+        self, selections: Sequence[StoreRows], fingerprint: str, group_size: int = 1, has_labels: bool = False
     ) -> None:
-        """Combine the samples of `shares`. `has_labels` says whether the samples are answers with a label."""
+        """Combine the samples of `selections`. `has_labels` says whether they are answers with a label."""
         self.fingerprint = fingerprint
         self.group_size = group_size
         """Number of consecutive samples that are made from one row: 2 for preference pairs, otherwise 1."""
@@ -50,25 +50,31 @@ class Samples:
         self.desirable: NDArray[np.bool_] | None = None
         """Label of each sample. None unless the samples are labelled answers."""
         if has_labels:
-            self.desirable = np.concatenate([_sample_labels(share) for share in shares])
+            self.desirable = np.concatenate([_sample_labels(selection) for selection in selections])
         self.mismatched_samples: Samples | None = None
         """For each sample, its prompt with another sample's answer. None if the job does not need them."""
         self._partners: NDArray[np.int64] | None = None
         """For each sample, the index of the sample whose answer it has. None if all samples have their own
         answers."""
-        self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
+        self.lengths = np.concatenate(
+            [selection.store.lengths[selection.row_indices] for selection in selections]
+        )
         self._stored_lengths = self.lengths
-        self.supervised = np.concatenate([share.store.supervised[share.row_indices] for share in shares])
+        self.supervised = np.concatenate(
+            [selection.store.supervised[selection.row_indices] for selection in selections]
+        )
         self.weights: NDArray[np.float64] | None = None
-        if any(share.weight != 1 for share in shares):
-            self.weights = np.concatenate([np.full(len(share.row_indices), share.weight) for share in shares])
-        self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
-        self._rows = [(share.store.rows, share.row_indices) for share in shares]
-        # First index of each share's samples, and offset of each sample's tokens in its store.
-        self._firsts = list(accumulate((len(share.row_indices) for share in shares), initial=0))
+        if any(selection.weight != 1 for selection in selections):
+            self.weights = np.concatenate(
+                [np.full(len(selection.row_indices), selection.weight) for selection in selections]
+            )
+        self._arrays = [(selection.store.tokens, selection.store.mask) for selection in selections]
+        self._rows = [(selection.store.rows, selection.row_indices) for selection in selections]
+        # First index of each selection's samples, and offset of each sample's tokens in its store.
+        self._firsts = list(accumulate((len(selection.row_indices) for selection in selections), initial=0))
         self._begins = [
-            np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.row_indices]
-            for share in shares
+            np.concatenate([[0], np.cumsum(selection.store.lengths, dtype=np.int64)])[selection.row_indices]
+            for selection in selections
         ]
 
     def __len__(self) -> int:
@@ -202,16 +208,16 @@ class Samples:
     def _stored_row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        share = bisect_right(self._firsts, index) - 1
-        begin = int(self._begins[share][index - self._firsts[share]])
+        selection = bisect_right(self._firsts, index) - 1
+        begin = int(self._begins[selection][index - self._firsts[selection]])
         rows = slice(begin, begin + int(self._stored_lengths[index]))
-        tokens, mask = self._arrays[share]
+        tokens, mask = self._arrays[selection]
         return tokens[rows], mask[rows]
 
 
-def _sample_labels(share: Share) -> NDArray[np.bool_]:
-    assert share.store.desirable is not None
-    return share.store.desirable[share.row_indices]
+def _sample_labels(selection: StoreRows) -> NDArray[np.bool_]:
+    assert selection.store.desirable is not None
+    return selection.store.desirable[selection.row_indices]
 
 
 class SampleOrder:

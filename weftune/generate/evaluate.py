@@ -34,7 +34,7 @@ from weftune.data.formats import (
 )
 from weftune.data.prepare import SharedData
 from weftune.data.row import BadRow, Row, Table
-from weftune.data.samples import Samples, Share
+from weftune.data.samples import Samples, StoreRows
 from weftune.data.spec import EXACT_MATCH, DataSpec
 from weftune.data.tables import open_path
 from weftune.data.tokenise import prompt_tokens
@@ -187,7 +187,7 @@ def encode_rows(
     )
     chosen, rejected = np.arange(len(store.lengths)), None
     if row_kind == "pairs":
-        chosen, rejected = chosen[0::2], Samples([Share(store, chosen[1::2])], store.key)
+        chosen, rejected = chosen[0::2], Samples([StoreRows(store, chosen[1::2])], store.key)
     rows = store.tally.rows - store.tally.skipped
     if row_kind == "labelled":
         assert store.desirable is not None
@@ -197,7 +197,7 @@ def encode_rows(
             raise DataError(Mistake(table.label, "none of its answers has the label true"))
     return EncodedRows(
         encoder,
-        Samples([Share(store, chosen)], store.key),
+        Samples([StoreRows(store, chosen)], store.key),
         rows,
         store.tally.notes(None, rules.max_tokens),
         adapter.rows_before,
