@@ -35,7 +35,7 @@ class StepRow:
     name: str
     measured: MeasuredStep
     min_seconds: float
-    """Minimum seconds that the arithmetic of the row can take."""
+    """Minimum seconds that the arithmetic of the row's step can take."""
     trains_adapters: bool = True
     """Whether adapters are trained; False for the base alone."""
 
@@ -96,7 +96,7 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
 
 
 def fastest_baseline(rows: Sequence[StepRow]) -> StepRow | None:
-    """Return the fastest row that trains adapters without Weftune."""
+    """Return the row with the fastest tool other than Weftune that trains adapters."""
     others = [
         row
         for row in rows

@@ -32,9 +32,9 @@ PYTHON = (3, 11)
 class Verdict(StrEnum):
     OK = "ok"
     ABSENT = "absent"
-    """Missing but optional: training works without it."""
+    """Verdict on something that is missing but optional: training works without it."""
     MISSING = "missing"
-    """Missing and required: training does not work without it."""
+    """Verdict on something that is missing and required: training does not work without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def plan(
 
 
 def _measure(run: RunSpec, answer: Plan, console: Console) -> Plan:
-    """Return the plan with the measured times of itself and of its ablations."""
+    """Measure a plan and its ablations on this machine, and return the plan with the measured times."""
     from weftune.launch.choice import with_chosen_division
 
     if answer.shares is not None:

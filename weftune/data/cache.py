@@ -57,7 +57,7 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows that the sentences in `reasons` cover."""
+    """Number of skipped rows whose reasons are listed in `reasons`."""
 
     def add(self, other_tally: Tally) -> None:
         """Add the counts of `other_tally`; the caller merges the reasons."""
@@ -187,7 +187,7 @@ class StoreWriter:
         shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Append samples. `arrays` maps each file name to the values to append."""
+        """Append samples to the store. `arrays` maps each file name to the values to append."""
         for name, dtype in ARRAYS.items():
             data = np.asarray(arrays[name], dtype=dtype).tobytes()
             self._checksums[name] = zlib.crc32(data, self._checksums[name])

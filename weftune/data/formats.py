@@ -97,7 +97,7 @@ class Sample:
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
     desirable: bool = True
-    """Label of a labelled answer."""
+    """Whether the sample's answer is labelled desirable. True for data without labels."""
 
 
 @dataclass(frozen=True, slots=True)

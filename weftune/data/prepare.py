@@ -96,7 +96,8 @@ class SharedData:
     """
 
     def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
-        """`tokenizer` is a transformers tokenizer or an `Encoder`."""
+        """Create the data of many jobs, none of which is read yet. `tokenizer` is a transformers tokenizer or
+        an `Encoder`."""
         self.encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
@@ -161,7 +162,7 @@ class SharedData:
         return Prepared(train, evaluated, notes, evaluates_training_rows)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
-        """Return the rules by which a job's rows are converted to samples."""
+        """Return the settings by which a job's rows are converted to samples."""
         encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (

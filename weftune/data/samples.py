@@ -82,7 +82,7 @@ class Samples:
 
     @property
     def rows(self) -> int:
-        """Number of rows: samples, or pairs."""
+        """Number of rows of the data, each of which is one sample or a pair of samples."""
         return len(self) // self.group_size
 
     def row_hashes(self) -> NDArray[np.uint64]:

@@ -117,7 +117,7 @@ class KeyValueShape:
 
     @property
     def value_count(self) -> int:
-        """Number of values that one row occupies."""
+        """Number of elements that the keys and values of one row have in one layer."""
         return self.keys[0] * self.keys[1] + self.values[0] * self.values[1]
 
 

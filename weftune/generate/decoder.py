@@ -191,7 +191,7 @@ class Decoder:
             self._end_sequence(generation)
 
     def run_until_idle(self) -> None:
-        """Run until every sequence has ended."""
+        """Run passes until every sequence has ended."""
         while not self.is_idle:
             self.run_pass()
 

@@ -63,7 +63,7 @@ class EncodedRows:
     """The data's rows as one adapter encodes them: with its tokenizer, chat template and settings."""
 
     encoder: Encoder
-    """The adapter's tokenizer."""
+    """Encoder with the tokenizer of the adapter."""
     samples: Samples
     rows: int
     """Number of rows of the data from which `samples` were made."""

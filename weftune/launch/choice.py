@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 ENOUGH = 1 << 50
-"""Bytes of host memory assumed for a cluster, since a cluster's description does not contain them."""
+"""Bytes of host memory that are assumed for a cluster, since its description does not state them."""
 
 
 def choose_planned_layout(case: PlanCase) -> LayoutChoice:
@@ -131,7 +131,7 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
 
 
 def with_chosen_division(options: Options, choice: LayoutChoice) -> Options:
-    """Return the options with the numbers of processes of this choice."""
+    """Return the options with the numbers of processes that a layout needs."""
     division, stream = choice.machine.division, choice.stream_device
     several = division.workers_per_share > 1
     return replace(

@@ -79,7 +79,7 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The input of `weftune plan`."""
+    """The input of `weftune plan`: base, cluster, jobs and options."""
 
     options: Options
     on_this_machine: bool

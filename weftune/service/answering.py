@@ -173,7 +173,7 @@ class AnsweringBase:
         return answer
 
     def cancel(self, answer: ChatAnswer) -> None:
-        """Remove an answer, whether or not it has ended."""
+        """Stop generating an answer, unless it has ended, and release its memory."""
         self._running_answers.discard(answer)
         if self._decoder is not None:
             self._decoder.cancel(answer.stream.generation)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from weftune.service.answering import ChatAnswer
 
 LINE_BYTES = 16 << 20
-"""Maximum bytes of a request."""
+"""Maximum bytes of a chat request, which is one line of JSON."""
 UNREAD_BYTES = 4 << 20
 """Bytes of answers that a client may leave unread before its connection is closed."""
 SOCKET_PATH_BYTES = 100
@@ -129,7 +129,7 @@ class ChatServer:
         """Exchanges with their tokenised prompts, or with None if the client has cancelled the exchange."""
         self._arrived = threading.Event()
         self._answers: dict[_Exchange, ChatAnswer] = {}
-        """Answers that are being generated."""
+        """Maps each request whose answer is being generated to this answer."""
         self._last_turn = -math.inf
         """Monotonic time of the last call of `turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")

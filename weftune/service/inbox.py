@@ -99,7 +99,7 @@ class ServiceInbox:
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob | None:
-        """Prepare a queued job for the loop. A job that cannot be prepared fails."""
+        """Prepare a queued job for the training loop. A job that cannot be prepared fails."""
         try:
             job = self._prepare(submission)
         except UserError as error:

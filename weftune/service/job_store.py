@@ -73,13 +73,13 @@ class JobNotes:
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
         self.earlier_wait_seconds = max(0.0, current_time - submission.created_at)
-        """Seconds that the job waited in total before `waits_since`."""
+        """Total seconds that the job waited for admission before its current wait."""
         self.waits_since: float | None = current_time
         """Time at which the job began to wait. None while it trains."""
         self.last_admission: tuple[float, int] = (current_time, 0)
         """Time and step of the job's last admission, since which its speed is measured."""
         self.metrics: dict[str, Any] = {}
-        """Last value of each metric."""
+        """Maps each metric of the job to its last value."""
 
     def waited_seconds(self, current_time: float) -> float:
         return self.earlier_wait_seconds + (
@@ -104,7 +104,7 @@ class ServiceJobStore:
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to its notes."""
+        """Maps each job that has not ended to facts about it that its row in the database does not hold."""
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
@@ -129,7 +129,7 @@ class ServiceJobStore:
         """Function that is called with a job and the name of its adapter when the adapter is deleted."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
-        """Passes since the end of the last window."""
+        """Records of the passes over the base since the end of the last window."""
         self._cursors: dict[str, int] = {}
         self._recent_usage: dict[str, tuple[float, float]] = {}
         """Maps each tenant to an exponentially decayed count of trained tokens, and the time of that

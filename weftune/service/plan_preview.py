@@ -49,7 +49,7 @@ class OtherJob:
     name: str
     """Name of the job in the plan and in its messages."""
     job: Mapping[str, Any]
-    """Keys of jobs.yaml."""
+    """Specification of the job, as keys and values of jobs.yaml."""
     priority: int
     """Effective priority that the service's policy has assigned to the job."""
     remaining_steps: int | None

@@ -50,7 +50,7 @@ MAX_MISTAKES = 3
 
 
 class ProcessDied(WeftuneError):
-    """An error raised if the process died in every attempt."""
+    """An error raised if the process that checks a file or prepares a job died in every attempt."""
 
 
 class Preparer:
@@ -294,7 +294,8 @@ class _PreparerProcess:
 
 
 def serve() -> None:
-    """Answer calls inside a process until the caller closes the pipe or dies."""
+    """Serve the calls of another process, as the main function of a preparing process, until the caller
+    closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the supervisor decides
     with suppress(OSError):
         os.nice(NICENESS)

@@ -51,8 +51,8 @@ class Member:
 
     name: str
     main: str
-    """Function that the process runs, as `module:function`. It receives the settings, and returns when the
-    process is told to stop."""
+    """Function that the process runs, as `module:function`. It receives the settings, and returns after the
+    process has received SIGTERM."""
 
 
 TRAINING = Member("training", "weftune.service.training:main")

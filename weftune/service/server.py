@@ -22,7 +22,8 @@ GRACE_SECONDS = 10
 
 
 def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> None:
-    """Answer HTTP requests until the process is told to stop. Its supervisor has created the tables."""
+    """Answer HTTP requests until the process receives SIGTERM. Its supervisor has created the database
+    tables."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     requests = RequestStore(open_requests(settings, writable=True))

@@ -402,7 +402,8 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, its memory in bytes by purpose, and the queue."""
+        """Return the device's name, its memory in bytes by purpose, and the inputs of the admission
+        policy."""
         assert self.loop is not None
         memory, device = self.loop.fitted_models.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
@@ -432,7 +433,8 @@ class TrainingService:
             self._save_epoch(job, event.step, dict(notes.metrics))
 
     def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
-        """Begin to write the adapter of this step to a separate folder."""
+        """Begin to write the adapter of a job at this step to a folder of its own, as a checkpoint that can
+        answer prompts."""
         assert self.loop is not None
         executor, folder = self.loop.executor, self.store.epoch_folder(job.name, step)
         assert isinstance(executor, Executor), "a service trains in one process"

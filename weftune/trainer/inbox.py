@@ -54,7 +54,7 @@ class Pause:
     id: str
     job: str
     with_sweep: bool = False
-    """Whether all trials of the job's sweep are paused."""
+    """Whether all trials of the job's sweep are to be paused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ order of admission."""
 
 @dataclass(slots=True)
 class TimedWindow:
-    """Measurements of the running window."""
+    """Measurements of the window that is being executed."""
 
     pass_times: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)

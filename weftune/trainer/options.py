@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AUTO = 0
 """Value of `Options.pipeline` and `Options.shards` that lets the planner choose the number."""
 ALL = 0
-"""Value of `Options.gpus` that means all devices."""
+"""Value of `Options.gpus` that requests all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Options:
     device: str | None = None
     resume: bool = False
     restart: tuple[str, ...] = ()
-    """Jobs to train from the beginning although they have started."""
+    """Names of jobs to train from the beginning although they have started."""
     retry: tuple[str, ...] = ()
-    """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
+    """Names of jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
     allowed keys."""
@@ -51,8 +51,8 @@ class Options:
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
-    """Control of the other workers, if several hold the base together and this process is the first of
-    them."""
+    """Object that sends commands to the other workers, if several workers hold the base together and this
+    process is the first. None otherwise."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
@@ -76,7 +76,7 @@ class Options:
     --ablate`); None enables all."""
 
     def __post_init__(self) -> None:
-        """Raise an error if options exclude each other."""
+        """Raise an error if two options cannot be combined."""
         number = "all" if self.gpus == ALL else self.gpus
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(

@@ -35,13 +35,14 @@ class _Unscored:
     """Reference log-probabilities of which some are not known yet, and the jobs that wait for them."""
 
     key: str
-    """Key of the files: it identifies the samples and the base."""
+    """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""
     logprobs: NDArray[np.float64]
     """Log-probability of each sample. NaN for samples that are not scored yet."""
     shared_file: Path | None
-    """File for all jobs with the same reference policy. None if its adapter is not known."""
+    """File of the log-probabilities that all jobs with the same samples and reference policy share. None if
+    the adapter of the reference policy is not known."""
     copies: dict[str, Path] = field(default_factory=dict)
-    """Maps each waiting job to its file in the folder of its checkpoints."""
+    """Maps each waiting job to the file of its log-probabilities in the folder of its checkpoints."""
 
     def files(self) -> Iterator[Path]:
         if self.shared_file is not None:

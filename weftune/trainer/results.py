@@ -363,7 +363,7 @@ class ResultWriter:
         self._pending_adapters[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
 
     def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
-        """Write the adapter; called in a background thread."""
+        """Write the adapter of a job. The method is called in a background thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors
         parameters = snapshot.layout.parameter_views(vectors["best" if keeps_best else "master"])

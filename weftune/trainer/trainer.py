@@ -140,7 +140,7 @@ class Trainer:
         """Encoder shared by all jobs, since computing its fingerprint takes much of a second."""
 
     def add(self, job: JobSpec) -> Trainer:
-        """Add a job, before the run or from a callback inside it."""
+        """Add a job, before the run or from a callback during it."""
         if job.name in self.jobs:
             raise SpecError(Mistake(f"job {job.name}", "there is already a job of that name"))
         self.jobs[job.name] = job

@@ -49,7 +49,7 @@ class WindowAhead:
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """Predictor of seconds, which limits the number of rounds in the window."""
+    """Predictor of the window's seconds, which limits the number of its rounds."""
     unfinished: Unfinished
     """Batches that the current window leaves unfinished if it runs as planned."""
     future: Future[PlannedWindow]
@@ -62,8 +62,8 @@ class WindowAhead:
         pace: WindowPace,
         unfinished: Unfinished,
     ) -> bool:
-        """Return whether planning under these conditions would give the same window. The pace only determines
-        the number of rounds."""
+        """Return whether planning under the given conditions would give this window again. The pace only
+        determines the number of rounds."""
         alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False

@@ -88,7 +88,7 @@ def _refuse_broken_text(value: Any) -> None:
 
 
 class StrictRoute(APIRoute):
-    """A route whose JSON body is read strictly."""
+    """A FastAPI route that refuses JSON bodies with NaN, repeated keys or invalid Unicode."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -231,7 +231,7 @@ def open_jobs(service: Service, tenant: str) -> list[Submission]:
 
 
 def _file_user(service: Service, tenant: str, file: str) -> str | None:
-    """Return a job that still uses the file, or None."""
+    """Return the id of a job that still uses an uploaded file, or None."""
     users = (one.id for one in open_jobs(service, tenant) if file in (one.training_file, one.validation_file))
     return next(users, None)
 

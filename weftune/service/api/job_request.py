@@ -36,7 +36,7 @@ REFUSED_KEYS: Mapping[str, frozenset[str]] = {
 }
 """Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
 METHODS = {"supervised": "sft", "dpo": "dpo"}
-"""Maps OpenAI's methods to objectives."""
+"""Maps OpenAI's fine-tuning methods to Weftune's objectives."""
 SWEEP_NAME = "sweep"
 """Name of a sweep that has no suffix. The names of its trials begin with it."""
 SEARCHES = ("grid", "random")
@@ -44,7 +44,7 @@ DATA_KEYS = ("max_length", "train_on")
 JOB_KEYS = (
     "priority", "steps", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "early_stop", "keep",
 )  # fmt: skip
-"""Keys of `weftune` that are keys of a job in jobs.yaml."""
+"""Keys under `weftune` in a request that have the same names in jobs.yaml."""
 
 
 def body_hash(body: JobRequest) -> str:

@@ -187,7 +187,7 @@ class TrainingStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._token: int | None = None
-        """Token of this process's lease."""
+        """Fencing token of the lease that this process holds. None if it holds none."""
         self._observed_lease: tuple[tuple[int, int], float] | None = None
         """Token and number of renewals of another process's lease, and the monotonic time at which they were
         first observed."""
