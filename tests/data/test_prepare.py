@@ -446,8 +446,8 @@ def test_data_that_jobs_share_are_held_once_and_others_apart(gpt2, tmp_path):
 
 def test_what_is_wrong_with_shared_data_is_found_once_and_told_to_each(gpt2, tmp_path, monkeypatch):
     read = []
-    real = prepare_module.build
-    monkeypatch.setattr(prepare_module, "build", lambda *args: read.append(args) or real(*args))
+    real = prepare_module.build_store
+    monkeypatch.setattr(prepare_module, "build_store", lambda *args: read.append(args) or real(*args))
     shared = SharedData(gpt2, tmp_path)
     for _ in range(3):
         with pytest.raises(DataError, match="no row format has these columns"):

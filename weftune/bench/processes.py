@@ -19,7 +19,7 @@ import torch
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, wait
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, synchronise
 
 WAIT_SECONDS = 150.0
 """Seconds that processes wait for one another before the measurement is abandoned."""
@@ -156,10 +156,10 @@ class _ConcurrentJob:
         step = job_step(model, random_ids(self.task.size, work.batch, work.length, hardware))
         for _ in range(pace.warmup):
             step()
-        wait(hardware.device)
+        synchronise(hardware.device)
         barrier.wait(WAIT_SECONDS)
         began = time.monotonic()
         for _ in range(pace.blocks * pace.steps):
             step()
-        wait(hardware.device)
+        synchronise(hardware.device)
         return Answer(began, time.monotonic(), peak_bytes(hardware.device) or 0)

@@ -60,10 +60,10 @@ def measure(block: Block, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     taken = []
     for _ in range(repeats.blocks):
         run = block(repeats.steps)
-        wait(hardware.device)
+        synchronise(hardware.device)
         began = time.perf_counter()
         run()
-        wait(hardware.device)
+        synchronise(hardware.device)
         taken.append((time.perf_counter() - began) / repeats.steps)
     return MeasuredStep(statistics.median(taken), peak_bytes(hardware.device))
 
@@ -104,7 +104,7 @@ def reset_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def wait(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

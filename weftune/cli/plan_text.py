@@ -267,14 +267,14 @@ def layers_text(start: int, stop: int, layers: int) -> str:
 
 
 def forecast_table(
-    chosen: Forecast,
+    chosen_forecast: Forecast,
     alternatives: Sequence[Forecast],
     title: str = "Predicted for the first window, on the same devices",
 ) -> Table:
-    several = chosen.devices > 1
+    several = chosen_forecast.devices > 1
     waits = ["bubbles"] if several else []
     table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
-    for one in (chosen, *alternatives):
+    for one in (chosen_forecast, *alternatives):
         table.add_row(
             one.name,
             f"{one.step_seconds:.3g} s",
@@ -282,7 +282,7 @@ def forecast_table(
             *([f"{one.bubbles:.1%}"] if several else []),
             f"{one.microbatches}",
             f"{one.capacity:,}",
-            _add_memory_note(f"{one.seconds / chosen.seconds:.2f}×", one),
+            _add_memory_note(f"{one.seconds / chosen_forecast.seconds:.2f}×", one),
         )
     return table
 
@@ -293,15 +293,15 @@ PLANNER_NOTE = (
 )
 
 
-def ablation_table(rows: Sequence[Ablation], measured: tuple[float, float] | None = None) -> Table:
-    """Return the table of the ablations. `measured` are the measured seconds per round of the plan itself,
-    before and after those of the ablations."""
+def ablation_table(rows: Sequence[Ablation], measured_seconds: tuple[float, float] | None = None) -> Table:
+    """Return the table of the ablations. `measured_seconds` are those per round of the plan itself, measured
+    before and after the ablations."""
     several = any(row.forecast.devices > 1 for row in rows)
     titles = ["mechanism", "instead", "step", "costs", *(["bubbles"] if several else [])]
     notes = [PLANNER_NOTE] if several and any("mechanisms" in row.options for row in rows) else []
-    if measured is not None:
+    if measured_seconds is not None:
         titles += ["measured step", "measured costs"]
-        before, after = (f"{one:.3g} s" for one in measured)
+        before, after = (f"{one:.3g} s" for one in measured_seconds)
         notes.append(f"A step of the plan itself took {before} before the others and {after} after them.")
     table = Table(*titles, title="What each mechanism is worth", caption=" ".join(notes) or None)
     for row in sorted(rows, key=lambda one: one.is_added):
@@ -310,8 +310,8 @@ def ablation_table(rows: Sequence[Ablation], measured: tuple[float, float] | Non
         cells = [name, row.alternative, f"{one.step_seconds:.3g} s"]
         cells.append(_add_memory_note(f"{row.relative_cost:+.1%}", one))
         cells += [f"{one.bubbles:.1%}"] if several else []
-        if measured is not None and row.measured_step_seconds is not None:
-            cost = row.measured_step_seconds / (sum(measured) / 2) - 1
+        if measured_seconds is not None and row.measured_step_seconds is not None:
+            cost = row.measured_step_seconds / (sum(measured_seconds) / 2) - 1
             cells += [f"{row.measured_step_seconds:.3g} s", f"{cost:+.1%}"]
         table.add_row(*cells)
     return table

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.build import build, check, find_format, store_key
+from weftune.data.build import build_store, check_all_rows, find_format, store_key
 from weftune.data.cache import META, SampleStore
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
@@ -205,7 +205,7 @@ def check_rows(
             table = open_path(str(path), None, _source_label(Source(path=str(path)), names))
             format = find_format(table, data, row_kind)
             if not data.skip_bad_rows:
-                check(table, format, data)
+                check_all_rows(table, format, data)
         except DataError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -288,7 +288,7 @@ def _build_stores(
         before = sum(store.tally.rows for store in stores)
         counted = None if progress is None else (lambda rows, before=before: progress(before + rows))
         try:
-            stores.append(build(table, rules, cache, counted))
+            stores.append(build_store(table, rules, cache, counted))
         except DataError as problem:
             mistakes += problem.mistakes
     if mistakes:

@@ -250,7 +250,7 @@ class SampleOrder:
         self._per_epoch = len(self._always_shown) + sum(share for _, share in self._sampling_cycles)
         assert self._per_epoch > 0
         self.steps_per_epoch = -(-self._per_epoch // batch_size)
-        self._latest: tuple[int, NDArray[np.int64]] | None = None
+        self._latest_epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the samples of global batch `step`, counted from 1."""
@@ -270,14 +270,14 @@ class SampleOrder:
 
     def rows_of_epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the rows of an epoch, counted from 0, in order."""
-        latest = self._latest  # two threads may request two epochs at once
+        latest = self._latest_epoch  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
             drawn = [self._always_shown]
             for circle, share in self._sampling_cycles:
                 drawn.append(circle[(epoch * share + np.arange(share)) % len(circle)])
             everything = np.concatenate(drawn)
             latest = epoch, everything[_permutation(len(everything), self._seed, 1, epoch)]
-            self._latest = latest
+            self._latest_epoch = latest
         return latest[1]
 
 

@@ -113,7 +113,7 @@ _REFUSED_TEMPLATES: dict[str, str] = {}
 
 @lru_cache(maxsize=8)
 def _template_facts(source: str, special_tokens: str) -> Any:
-    return _run(facts, source, special_tokens)
+    return _run(template_properties, source, special_tokens)
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
@@ -258,7 +258,7 @@ def compile_template(source: str, special_tokens: str) -> SandboxedTemplate:
     return SandboxedTemplate(source, json.loads(special_tokens))
 
 
-def facts(source: str, special_tokens: str) -> dict[str, bool]:
+def template_properties(source: str, special_tokens: str) -> dict[str, bool]:
     """Return a dict with the properties of a template that are needed before any row is rendered."""
     return {"prints_tools": compile_template(source, special_tokens).prints_tools}
 

@@ -270,12 +270,12 @@ def prompt_tokens(
     is_plain_text: bool = False,
     *,
     tools: list[Any] | None = None,
-    now: bool = True,
+    uses_current_date: bool = True,
 ) -> list[int]:
     """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A string
     is the user's message of a chat; it is tokenised as plain text if `is_plain_text` or if the tokenizer has
-    no template. `tokenizer` may be an `Encoder`. The template sees the current date or, without `now`, the
-    date that it sees in training.
+    no template. `tokenizer` may be an `Encoder`. The template sees the current date if `uses_current_date`,
+    otherwise the fixed date that it sees in training.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """
@@ -283,7 +283,7 @@ def prompt_tokens(
     source = None if is_plain_text else template_source(encoder.tokenizer, None, tools=tools is not None)
     if source is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        ids = _chat_prompt(encoder, source, messages, tools, now)
+        ids = _chat_prompt(encoder, source, messages, tools, uses_current_date)
     elif isinstance(prompt, str):
         (tokens,) = encoder.encode_texts([prompt])
         ids = [*encoder.prefix_tokens, *tokens.tolist()]
@@ -295,7 +295,11 @@ def prompt_tokens(
 
 
 def _chat_prompt(
-    encoder: Encoder, source: str, messages: Sequence[Message], tools: list[Any] | None, now: bool
+    encoder: Encoder,
+    source: str,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    uses_current_date: bool,
 ) -> list[int]:
     """Return the tokens of the first form of the chat that the template can print."""
     problems: list[BadRow] = []
@@ -306,7 +310,9 @@ def _chat_prompt(
     template = Template(source, encoder.tokenizer.special_tokens_map)
     for form in equivalent_chats(Chat(tuple(hidden[0]), hidden[1], ())):
         try:
-            text = template.render(form.messages, form.tools, prompt=True, uses_current_date=now)
+            text = template.render(
+                form.messages, form.tools, prompt=True, uses_current_date=uses_current_date
+            )
         except BadRow as problem:
             problems.append(problem)
         else:

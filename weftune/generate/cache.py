@@ -59,13 +59,13 @@ class PagePool:
         self._users = [0] * pages
         self._page_by_key: dict[PageKey, int] = {}
         self._key_by_page: dict[int, PageKey] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused_pages: OrderedDict[int, None] = OrderedDict()
         """Pages with a key that no sequence uses, in the order in which they were released."""
 
     @property
     def available_pages(self) -> int:
         """Number of pages that no sequence uses."""
-        return len(self._free) + len(self._unused)
+        return len(self._free) + len(self._unused_pages)
 
     def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
         """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
@@ -75,10 +75,10 @@ class PagePool:
             if (page := self._page_by_key.get(key)) is None:
                 break
             known.append(page)
-        if count - len(known) > self.available_pages - sum(page in self._unused for page in known):
+        if count - len(known) > self.available_pages - sum(page in self._unused_pages for page in known):
             return None
         for page in known:
-            self._unused.pop(page, None)
+            self._unused_pages.pop(page, None)
             self._users[page] += 1
         return known + [self._take_page() for _ in range(count - len(known))], len(known)
 
@@ -94,7 +94,7 @@ class PagePool:
             if self._users[page]:
                 continue
             if page in self._key_by_page:
-                self._unused[page] = None
+                self._unused_pages[page] = None
             else:
                 self._free.append(page)
 
@@ -102,7 +102,7 @@ class PagePool:
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._unused.popitem(last=False)
+            page, _ = self._unused_pages.popitem(last=False)
             del self._page_by_key[self._key_by_page.pop(page)]
         self._users[page] = 1
         return page
@@ -216,9 +216,9 @@ class CachedRows:
         self._is_fresh = all(is_first) and not self._prefix_rows
         """Whether the pass's rows attend only to one another, as in training, so that no cached row is
         read."""
-        self._read: list[Tensor] = []
+        self._read_rows: list[Tensor] = []
         if not self._is_fresh:
-            self._read = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
+            self._read_rows = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
         keys_CGD, values_CGD = self._layers[layer]
@@ -230,7 +230,7 @@ class CachedRows:
             self._write_prefixes(keys_CGD, values_CGD, layer)
         attend_one = attend_within if rule.softcap is None else attend_within_capped
         seen = []
-        for q, rows_L in zip(q_THD.split(self._counts), self._read, strict=True):
+        for q, rows_L in zip(q_THD.split(self._counts), self._read_rows, strict=True):
             q_1HLD, k_1GLD, v_1GLD = (
                 x.transpose(0, 1)[None] for x in (q, keys_CGD[rows_L], values_CGD[rows_L])
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from weftune.core.batch import Microbatch
 from weftune.core.evaluation import REWARDS, AdapterScores, AnsweredRow, Evaluation
 from weftune.core.files import cache_folder
-from weftune.data.build import build, find_format
+from weftune.data.build import build_store, find_format
 from weftune.data.collate import Part, collate
 from weftune.data.encode import Encoder
 from weftune.data.formats import (
@@ -182,7 +182,7 @@ def encode_rows(
     encoder = Encoder(answers.tokenizers[name])
     row_kind = row_kind_name(settings.format)
     rules = SharedData(encoder, cache_folder() / "tokens", context).rules(settings, row_kind)
-    store = build(
+    store = build_store(
         table, rules, cache_folder() / "tokens", lambda rows: show_progress("rows read", rows, None)
     )
     chosen, rejected = np.arange(len(store.lengths)), None
@@ -460,7 +460,7 @@ def encode_prompt_row(encoder: Encoder, row: AnsweredRow) -> list[int]:
     refuses it."""
     try:
         is_plain_text = isinstance(row.prompt, str)
-        return prompt_tokens(encoder, row.prompt, is_plain_text, tools=row.tools, now=False)
+        return prompt_tokens(encoder, row.prompt, is_plain_text, tools=row.tools, uses_current_date=False)
     except DataError as error:
         raise DataError(Mistake(row.location, str(error))) from error
 

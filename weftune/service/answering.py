@@ -186,7 +186,7 @@ class AnsweringBase:
             return None
         return "The job left the device during the answer; ask again, or ask its finished adapter."
 
-    def turn(self) -> Collection[ChatAnswer]:
+    def run_pass(self) -> Collection[ChatAnswer]:
         """Run one pass of the decoder, and return the answers for which it generated a token."""
         continued = set(self._open_decoder().run_pass())
         return {answer for answer in self._running_answers if answer.stream.generation in continued}

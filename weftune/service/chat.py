@@ -106,8 +106,9 @@ class ChatClient:
 class ChatServer:
     """A server that answers prompts with the base that is used for training.
 
-    One thread owns the socket and the tokenizers. The training thread calls `turn` between passes and while
-    it is idle; no other thread uses the base. Invalid requests raise no errors in the training thread."""
+    One thread owns the socket and the tokenizers. The training thread calls `take_turn` between passes and
+    when it is idle; no other thread uses the base. Invalid requests raise no errors in the training
+    thread."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class ChatServer:
         self._answers: dict[_Exchange, ChatAnswer] = {}
         """Maps each request whose answer is being generated to this answer."""
         self._last_turn = -math.inf
-        """Monotonic time of the last call of `turn` that generated a token."""
+        """Monotonic time of the last call of `take_turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
@@ -153,7 +154,7 @@ class ChatServer:
         """Return whether a client is waiting for an answer, or was waiting within the last `seconds`."""
         return self.is_active or time.monotonic() - self._last_turn < seconds
 
-    def turn(self) -> bool:
+    def take_turn(self) -> bool:
         """Accept new prompts, and generate one more token of every answer. Return whether there was any work.
 
         Must be called by the training thread, outside a pass."""
@@ -168,7 +169,7 @@ class ChatServer:
             if (sentence := self._base.detachment_text(answer)) is not None:
                 self._send_error(exchange, ChatError(sentence, "unavailable"))
         try:
-            continued = self._base.turn()
+            continued = self._base.run_pass()
         except Exception:
             # A failure of the decoder, such as a full device, must not end training.
             logger.exception("chat: a pass failed, and its answers were ended")

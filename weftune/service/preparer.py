@@ -126,7 +126,7 @@ def job_error(error: BaseException | None) -> dict[str, Any] | None:
 
 def check_file(path: Path, label: str, max_rows: int) -> int:
     """Run all checks on the rows that need no tokenizer, and return the number of rows."""
-    from weftune.data.build import check, find_format
+    from weftune.data.build import check_all_rows, find_format
     from weftune.data.formats import detect_format, row_kind_name
     from weftune.data.spec import DataSpec
     from weftune.data.tables import open_path
@@ -147,7 +147,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
     formats = (detect_format(row.value) for row in table.rows() if row.problem is None)
     first = next((found for found in formats if found is not None), None)
     format = find_format(table, spec, row_kind_name(first))
-    check(replace(table, rows=count_rows), format, spec)
+    check_all_rows(replace(table, rows=count_rows), format, spec)
     return count
 
 

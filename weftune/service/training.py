@@ -205,7 +205,7 @@ class TrainingService:
                 reserved.adapter_bytes,
             )
             stack.callback(chat.close)
-            executor.offer_turn = partial(loop.take_turn, chat.turn)
+            executor.offer_turn = partial(loop.take_turn, chat.take_turn)
             loop.fitted_models.unused_decoder_bytes = lambda: (
                 chat.unused_adapter_bytes + loop.answers.unused_bytes
             )
@@ -453,7 +453,7 @@ def serve_chat(chat: ChatServer, seconds: float) -> None:
     """Answer prompts for at most the given seconds, or until no prompt is left."""
     deadline = time.monotonic() + seconds
     while (remaining := deadline - time.monotonic()) > 0:
-        if not chat.turn() and not chat.wait(remaining):
+        if not chat.take_turn() and not chat.wait(remaining):
             return
 
 

@@ -158,14 +158,14 @@ class FolderInbox:
 
     def __init__(
         self,
-        records: Path,
+        records_folder: Path,
         prepare: Callable[[FileRequest, Callable[[], None]], Sequence[PreparedJob]],
         show_note: Callable[[str], None],
     ) -> None:
-        self._records, self._prepare, self._show_note = records, prepare, show_note
+        self._records_folder, self._prepare, self._show_note = records_folder, prepare, show_note
 
     def read(self) -> Sequence[Request]:
-        return [one for path in pending_requests(self._records) for one in self._read_requests(path)]
+        return [one for path in pending_requests(self._records_folder) for one in self._read_requests(path)]
 
     def mark_applied(self) -> None:
         pass
@@ -178,11 +178,11 @@ class FolderInbox:
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
         job is left."""
-        return bool(pending_requests(self._records)) and not stop()
+        return bool(pending_requests(self._records_folder)) and not stop()
 
     def close(self) -> None:
         """Refuse the requests that arrived too late to be applied."""
-        for path in pending_requests(self._records):
+        for path in pending_requests(self._records_folder):
             self._answer_request(
                 path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
             )

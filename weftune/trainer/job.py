@@ -41,7 +41,7 @@ class PreparedJob:
     shape: JobShape
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
-    limit: int | None = None
+    step_limit: int | None = None
     """Step up to which a trial of a sweep may currently train. None means its last step."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text that initialises the job's virtual tokens."""
@@ -84,7 +84,7 @@ class PreparedJob:
 
     def job_window(self, step: int, rounds: int, is_first_window: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
-        return self.curriculum.job_window(step, rounds, is_first_window, self.limit)
+        return self.curriculum.job_window(step, rounds, is_first_window, self.step_limit)
 
     def base_window(self, step: int) -> JobWindow:
         """Return a part of a window that only evaluates the base without adapters on the held-out samples."""
@@ -100,7 +100,7 @@ class PreparedJob:
     @property
     def last_step(self) -> int:
         """Last step up to which the job may currently train."""
-        return self.recipe.steps if self.limit is None else self.limit
+        return self.recipe.steps if self.step_limit is None else self.step_limit
 
     def is_requested_evaluation(self, step: int) -> bool:
         """Return whether an evaluation at this step counts for the job's best weights and its early

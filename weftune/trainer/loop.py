@@ -113,7 +113,7 @@ class Loop:
             with suppress(ValueError):
                 self.fitted_models.restore(journal.read_fitted_models())
         self.jobs: dict[str, PreparedJob] = {}
-        self.waiting: dict[str, PreparedJob] = {}
+        self.waiting_jobs: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
         """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
@@ -147,7 +147,7 @@ class Loop:
         """Policy by which jobs are admitted: by default, the priority and the order of each job."""
         self.watch_pass: Callable[[Passed], None] | None = None
         """Function that is called after every pass."""
-        self.paused: set[str] = set()
+        self.paused_jobs: set[str] = set()
         """Jobs that were paused on request and have not been resumed."""
         self._stop: Callable[[], bool] = lambda: False
         """Function that returns whether the run is to end."""
@@ -173,7 +173,7 @@ class Loop:
             job = _clear_source(job)
         job = self.jobs[job.name] = self.sweeps.add_trial(job)
         if not self.sweeps.is_resting(job.name):
-            self.waiting[job.name] = job
+            self.waiting_jobs[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
             self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
@@ -187,8 +187,8 @@ class Loop:
     def cancel(self, name: str) -> None:
         """Cancel a job: immediately if it is waiting, and before its next microbatch if it is attached."""
         is_paused = self.store.job(name).state is State.PAUSED
-        if name in self.waiting or is_paused or self.sweeps.is_resting(name):
-            self.paused.discard(name)
+        if name in self.waiting_jobs or is_paused or self.sweeps.is_resting(name):
+            self.paused_jobs.discard(name)
             self._remove_from_queue(name, State.CANCELLED)
             self.journal.flush()
         elif name in self.executor.attached and name not in self._endings:
@@ -206,7 +206,7 @@ class Loop:
             raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
         if self.store.job(name).state is State.PAUSED:
             raise SpecError(f"{name} is paused already: {self.store.job(name).reason}")
-        if name in self.waiting or self.sweeps.is_resting(name):
+        if name in self.waiting_jobs or self.sweeps.is_resting(name):
             self._remove_from_queue(name, State.PAUSED, self._pause_reason(name))
         else:
             self._save_and_detach([name])
@@ -214,7 +214,7 @@ class Loop:
                 # It could not be saved, and is paused for that reason.
                 return
             self.journal.set_state(name, State.PAUSED, self._pause_reason(name))
-        self.paused.add(name)
+        self.paused_jobs.add(name)
 
     def _pause_reason(self, name: str) -> str:
         return f"{ON_REQUEST} at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
@@ -223,7 +223,7 @@ class Loop:
         """Queue a paused job again. Called between windows."""
         if self.store.job(name).state is not State.PAUSED:
             raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
-        self.paused.discard(name)
+        self.paused_jobs.discard(name)
         self.journal.set_state(name, State.QUEUED)
         self.add_job(self.jobs[name])
 
@@ -231,8 +231,8 @@ class Loop:
         """Change the priority with which a job is admitted and preempted from now on."""
         job = self.jobs[name]
         self.jobs[name] = replace(job, shape=replace(job.shape, priority=priority))
-        if name in self.waiting:
-            self.waiting[name] = self.jobs[name]
+        if name in self.waiting_jobs:
+            self.waiting_jobs[name] = self.jobs[name]
 
     def finish_requests(self) -> None:
         """Detach the jobs that requests have ended, and write the effect of all requests to disk."""
@@ -241,7 +241,7 @@ class Loop:
 
     def _remove_from_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
-        self.waiting.pop(name, None)
+        self.waiting_jobs.pop(name, None)
         self.sweeps.remove_resting_trial(name)
         self.journal.set_state(name, state, reason)
 
@@ -249,7 +249,7 @@ class Loop:
         """Admit and preempt jobs at a window boundary."""
         self._check_source_jobs()
         attached = self._job_shapes(self.executor.attached)
-        waiting = [job.shape for job in self.waiting.values()]
+        waiting = [job.shape for job in self.waiting_jobs.values()]
         ranking = self.rank_jobs(waiting, attached)
         decision = admit_jobs(
             ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtake_counts
@@ -263,7 +263,7 @@ class Loop:
         self._overtake_counts = decision.overtake_counts
         self._requeue_jobs({name: ranking.hold_reasons[name] for name in held_names})
         for name, reason in decision.too_large.items():
-            advice = self.fitted_models.memory.advice(self.waiting.pop(name).shape)
+            advice = self.fitted_models.memory.advice(self.waiting_jobs.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted
         priorities = {name: self.jobs[name].shape.priority for name in decision.preempted.values()}
@@ -276,7 +276,7 @@ class Loop:
         if self._endings:
             # A job that cannot be saved is detached all the same.
             self._detach_ended()
-        waiting_reasons = {one: why for one, why in ranking.hold_reasons.items() if one in self.waiting}
+        waiting_reasons = {one: why for one, why in ranking.hold_reasons.items() if one in self.waiting_jobs}
         for name, reason in {**decision.wait_reasons, **waiting_reasons}.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
@@ -284,7 +284,7 @@ class Loop:
                 self.store.explain_job(name, reason)
                 self.journal.show_job(name, reason=reason)
         written = {
-            name: self.result_writer.write_job_file_ahead(self.waiting[name])
+            name: self.result_writer.write_job_file_ahead(self.waiting_jobs[name])
             for name in decision.admitted_names
         }
         for name in decision.admitted_names:
@@ -294,14 +294,14 @@ class Loop:
             # If the process dies while it attaches them, the next one knows which jobs these were.
             self.journal.flush()
         for name in decision.admitted_names:
-            self._attach_job(self.waiting.pop(name), written[name])
+            self._attach_job(self.waiting_jobs.pop(name), written[name])
         if decision.admitted_names or decision.too_large:
             # Once for all of them, however many are admitted.
             self.journal.flush()
 
     def _check_source_jobs(self) -> None:
         """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
-        for name, job in list(self.waiting.items()):
+        for name, job in list(self.waiting_jobs.items()):
             if not (source := job.shape.source_job):
                 continue
             while source in self.result_writer:
@@ -314,9 +314,9 @@ class Loop:
                 has_adapter = (self.store.output / source / CONFIG).exists()
                 state = State.SUCCEEDED if has_adapter else State.PAUSED
             if state is State.SUCCEEDED:
-                self.jobs[name] = self.waiting[name] = _clear_source(job)
+                self.jobs[name] = self.waiting_jobs[name] = _clear_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
-                del self.waiting[name]
+                del self.waiting_jobs[name]
                 self.journal.set_state(name, State.PAUSED, source_stopped_reason(self.store, source, state))
 
     def _misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
@@ -414,11 +414,11 @@ class Loop:
             self._apply_sweep_decisions()
             if self.inbox is not None:
                 handle_requests(self, self.inbox)
-            before = len(self.waiting)
+            before = len(self.waiting_jobs)
             self._admit_jobs()
             if not self.executor.attached:
                 if (
-                    len(self.waiting) < before
+                    len(self.waiting_jobs) < before
                     or self._apply_sweep_decisions()
                     or self._wait_for_requests(stop)
                 ):
@@ -802,7 +802,7 @@ class Loop:
             if are_resting_trials:
                 self.sweeps.mark_resting(name)
             else:
-                self.waiting[name] = self.jobs[name]
+                self.waiting_jobs[name] = self.jobs[name]
             self.journal.set_state(name, State.QUEUED, reasons[name])
         self.journal.flush()
 
@@ -825,7 +825,7 @@ class Loop:
             reason = self._interruption_reason(training.progress.step)
             self.journal.set_state(training.job, State.PAUSED, reason)
         self._detach_ended()
-        for name in [*self.waiting, *self.sweeps.resting_trials()]:
+        for name in [*self.waiting_jobs, *self.sweeps.resting_trials()]:
             self._remove_from_queue(name, State.PAUSED, self._interruption_reason(self.store.job(name).step))
 
     def _interruption_reason(self, step: int) -> str:
@@ -840,11 +840,11 @@ class Loop:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}
         orders = self.sweeps.trial_orders(attached, self.result_writer)
-        before = frozenset(self.waiting)
+        before = frozenset(self.waiting_jobs)
         for name, limit in orders.step_limits.items():
-            if self.jobs[name].limit != limit:
-                self.jobs[name] = replace(self.jobs[name], limit=limit)
-        self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted_trials)}
+            if self.jobs[name].step_limit != limit:
+                self.jobs[name] = replace(self.jobs[name], step_limit=limit)
+        self.waiting_jobs = {name: self.jobs[name] for name in (*self.waiting_jobs, *orders.promoted_trials)}
         for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
         self._requeue_jobs(orders.rest_reasons, are_resting_trials=True)
@@ -852,7 +852,7 @@ class Loop:
         if self.add is not None:
             self.sweeps.propose_trials(self.add, self.journal.note)
         self._handle_writes()
-        return not before.issuperset(self.waiting)
+        return not before.issuperset(self.waiting_jobs)
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.attached:

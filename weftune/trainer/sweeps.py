@@ -56,7 +56,9 @@ class Sweeps:
                 sweep.resting.add(job.name)
         # A trial that was paused has the rungs among its evaluations already.
         requested = job.evaluate_at if job.requested_evaluations is None else job.requested_evaluations
-        return replace(job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, limit=limit)
+        return replace(
+            job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, step_limit=limit
+        )
 
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
         """Return the job with the spans over which its weights are averaged, if its sweep compares trials by

@@ -329,7 +329,7 @@ class Trainer:
                     self.loop.add_job(job)
                 if self.options.share is not None or restart_count() > 0:
                     # The run goes on after the loss of a process. The user resumes what the user has paused.
-                    for name in store.requested_pauses & self.loop.waiting.keys():
+                    for name in store.requested_pauses & self.loop.waiting_jobs.keys():
                         self.loop.pause(name)
                 # From here on the loop holds their data, as long as it needs them.
                 ready.clear()
@@ -340,7 +340,7 @@ class Trainer:
                 for note in loggers.notes:
                     store.note(note)
             sweeps.finish()
-            is_stopped = stop() or (self.loop is not None and bool(self.loop.paused))
+            is_stopped = stop() or (self.loop is not None and bool(self.loop.paused_jobs))
             self.interrupted = is_stopped and not all(self._has_ended(store, name) for name in self.jobs)
             try:
                 store.write_status()

@@ -88,7 +88,7 @@ class Windows:
         self._fitted_models = fitted_models
         self._jobs = jobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
-        self._ahead: WindowAhead | None = None
+        self._window_ahead: WindowAhead | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -98,7 +98,7 @@ class Windows:
         else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
         samples and do not train. If the capacity or the recomputed activations have changed, the returned
         window only finishes unfinished batches."""
-        cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._ahead
+        cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._window_ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
         if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
@@ -138,7 +138,7 @@ class Windows:
         limits = program.capacity, program.recompute, pace, unfinished
         pacing = self._pacing(remaining, program.capacity, program.recompute)
         planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing)
-        self._ahead = WindowAhead(remaining, *limits, planned)
+        self._window_ahead = WindowAhead(remaining, *limits, planned)
 
     def _job_cursors(self) -> dict[str, int]:
         """Return the last step of each attached job that is complete, or that has begun."""

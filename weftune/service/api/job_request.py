@@ -117,7 +117,7 @@ def job_keys(
     keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
         keys["save_every"] = _epoch_fraction(epochs)
-    validate(keys, body)
+    validate_job(keys, body)
     if extension.sweep is not None:
         _refuse_server_keys(extension.sweep)
         keys["sweep"] = dict(extension.sweep)
@@ -310,7 +310,7 @@ def _epoch_fraction(epochs: float) -> float:
 # -- mistakes -------------------------------------------------------------------------------------------
 
 
-def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
+def validate_job(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
     """Return the validated job, or raise an error for its first invalid key. The error names the key that the
     client wrote."""
     try:

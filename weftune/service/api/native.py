@@ -611,7 +611,7 @@ class Streams:
         self.planning = asyncio.Semaphore(1)
         self.plans = 0
 
-    def allow(self, tenant: str, key: str) -> bool:
+    def allows_stream(self, tenant: str, key: str) -> bool:
         """Return whether a stream that was opened with this API key may continue: not after the key has been
         revoked."""
         return not self.is_closing and self._keys.find_tenant(key) == tenant
@@ -643,7 +643,7 @@ async def _stream_events(service: Service, tenant: str, key: str, streams: Strea
         seen = await asyncio.to_thread(Seen.from_store, service, tenant)
         yield ": connected\n\n"
         began = spoken = time.monotonic()
-        while streams.allow(tenant, key) and time.monotonic() - began < STREAM_MINUTES * 60:
+        while streams.allows_stream(tenant, key) and time.monotonic() - began < STREAM_MINUTES * 60:
             for name, value in await asyncio.to_thread(lambda: list(seen.changes())):
                 spoken = time.monotonic()
                 yield f"event: {name}\ndata: {value.model_dump_json()}\n\n"
@@ -738,7 +738,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
                 submission.job,
                 planned,
                 queue.priority,
-                queue.others,
+                queue.other_jobs,
                 queue.budget_bytes,
                 {
                     name: queue.hold_reasons[one.id]
@@ -753,7 +753,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     finally:
         streams.plans -= 1
     tenant_names = Names(service, tenant)
-    names = {one.name: tenant_names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.others}
+    names = {one.name: tenant_names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.other_jobs}
     names |= {name: trial.name for name, trial in planned.items()}
     names[NEW] = (submission.suffix or "this sweep") if planned else "this job"
 
@@ -772,7 +772,7 @@ class _PlannedQueue:
     """The jobs that train or wait when a new job or sweep is planned, with the priorities that the policy
     gives them."""
 
-    others: list[OtherJob]
+    other_jobs: list[OtherJob]
     """Running jobs, followed by waiting jobs. Jobs that a quota holds back are left out."""
     priority: int
     """Effective priority of the new job, or of the trial that is admitted first."""
@@ -804,7 +804,7 @@ def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _Plan
     values = last[0].values if last else {}
     last_priority = min(levels.values(), default=0) - 1
     return _PlannedQueue(
-        others=others,
+        other_jobs=others,
         priority=max((levels[id] for id in ids if id in levels), default=last_priority),
         hold_reasons={id: reason for id, reason in ranking.hold_reasons.items() if id in ids},
         jobs_ahead=next((place for place, name in enumerate(waiting) if name in ids), len(waiting)),
