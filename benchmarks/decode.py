@@ -31,7 +31,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.baselines import TARGETS
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
-from weftune.bench.timing import Hardware, bench_hardware, reset_memory, wait
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory, synchronise
 from weftune.generate.adapters import attach_frozen_adapter
 from weftune.generate.decoder import Decoder
 from weftune.generate.sampling import Sampling
@@ -66,11 +66,11 @@ def copy_rate(hardware: Hardware) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=hardware.device)
     target = torch.empty_like(source)
     target.copy_(source)
-    wait(hardware.device)
+    synchronise(hardware.device)
     began = time.perf_counter()
     for _ in range(10):
         target.copy_(source)
-    wait(hardware.device)
+    synchronise(hardware.device)
     return 20 * size / (time.perf_counter() - began)
 
 
@@ -105,19 +105,19 @@ def run(
     submit(1)  # compiles the kernels of a prefill
     decoder.run_until_idle()
     submit(total + 1)
-    wait(device)
+    synchronise(device)
     began = time.perf_counter()
     while decoder.is_waiting:
         decoder.run_pass()
-    wait(device)
+    synchronise(device)
     prefill = time.perf_counter() - began
     for _ in range(WARM_STEPS):
         decoder.run_pass()
-    wait(device)
+    synchronise(device)
     began = time.perf_counter()
     for _ in range(steps):
         decoder.run_pass()
-    wait(device)
+    synchronise(device)
     return (time.perf_counter() - began) / steps, prefill
 
 

@@ -23,7 +23,7 @@ from benchmarks.decode import copy_rate
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, toy_size
 from weftune.bench.table import aligned
-from weftune.bench.timing import Hardware, bench_hardware, wait
+from weftune.bench.timing import Hardware, bench_hardware, synchronise
 from weftune.ops.lora.few_rows import TILE_ROWS, few_rows_linear
 from weftune.ops.lora.products import product_in_float32
 from weftune.ops.lora.rows import Rows, SlotRows
@@ -117,11 +117,11 @@ def microseconds(run: Callable[[], object], hardware: Hardware) -> float:
         replay, replays = graph.replay, REPLAYS
     found = []
     for _ in range(BLOCKS):
-        wait(hardware.device)
+        synchronise(hardware.device)
         began = time.perf_counter()
         for _ in range(replays):
             replay()
-        wait(hardware.device)
+        synchronise(hardware.device)
         found.append((time.perf_counter() - began) / (replays * COPIES))
     return 1e6 * statistics.median(found)
 

@@ -93,7 +93,7 @@ def started(jobs: AttachedJobs, task: ProcessTask, options: RowOptions) -> Block
     block = jobs.block(max(options.capacity, task.work.length))
     if options.leave:
         block(max(2, task.pace.warmup))()
-        for job in list(jobs.stocks)[-options.leave :]:
+        for job in list(jobs.samples_by_job)[-options.leave :]:
             jobs.leave(job)
     return block
 
@@ -123,7 +123,7 @@ def rows(
 ) -> Iterator[StepRow]:
     """Yield the measured rows, Weftune's last: it replaces the model's attention, so nothing may follow."""
     floor = floor_seconds(task.size, rate, task.work.lengths, task.work.mean_rank)
-    row = partial(measured_row, task=task, floor=floor)
+    row = partial(measured_row, task=task, min_seconds=floor)
     yield from baseline_rows(task, baselines, rate)
     if QLORA in baselines:
         run = partial(

@@ -153,7 +153,7 @@ def streamed_floor(case: Case, work: BaselineWork, made: Streamed) -> float:
     cut = made.choice.layout
     last = cut.stages[-1].stop - cut.stages[-1].start
     arithmetic = floor_seconds(
-        case.size, case.rate, work.lengths, work.rank, recomputed_share=1 - last / case.size.layers
+        case.size, case.rate, work.lengths, work.rank, recomputed_fraction=1 - last / case.size.layers
     )
     return max(arithmetic, (made.loaded_bytes + made.stepped_bytes) / case.link.bandwidth)
 

@@ -28,7 +28,14 @@ from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.gpu_step import attach_jobs
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, random_ids, toy_size
-from weftune.bench.timing import Hardware, MeasuredStep, bench_hardware, measure_or_explain, peak_bytes, wait
+from weftune.bench.timing import (
+    Hardware,
+    MeasuredStep,
+    bench_hardware,
+    measure_or_explain,
+    peak_bytes,
+    synchronise,
+)
 from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel
@@ -84,10 +91,10 @@ def timed(step: Callable[[], object], hardware: Hardware, steps: int) -> Measure
     before is measured."""
     taken = []
     for _ in range(steps + 1):
-        wait(hardware.device)
+        synchronise(hardware.device)
         began = time.perf_counter()
         step()
-        wait(hardware.device)
+        synchronise(hardware.device)
         taken.append(time.perf_counter() - began)
     return MeasuredStep(statistics.median(taken[1:] or taken), peak_bytes(hardware.device))
 

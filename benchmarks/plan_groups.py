@@ -180,7 +180,7 @@ class Mix:
 
     def capacity(self, setting: Setting) -> int:
         """Return the token capacity of microbatches, which has room for the longest sample."""
-        longest = max(int(one.data.train.lengths.max()) * one.data.train.together for one in self.jobs)
+        longest = max(int(one.data.train.lengths.max()) * one.data.train.group_size for one in self.jobs)
         return max(MAX_TOKENS[setting.is_gpu], longest)
 
     def windows(self, step: int, rounds: int) -> list[JobWindow]:

@@ -22,7 +22,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.table import aligned
-from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, reset_memory, wait
+from weftune.bench.timing import Hardware, Repeats, bench_hardware, measure, reset_memory, synchronise
 from weftune.bench.weftune_side import AttachedJobs, jobs_of_base
 from weftune.objectives.spec import SFT_SPEC, DpoSpec, ObjectiveSpec
 
@@ -70,7 +70,7 @@ def attach(jobs: AttachedJobs, work: PairWork, objective: ObjectiveSpec) -> None
 
 
 def detach(jobs: AttachedJobs) -> None:
-    for job in list(jobs.stocks):
+    for job in list(jobs.samples_by_job):
         jobs.leave(job)
 
 
@@ -84,10 +84,10 @@ def scoring_seconds(jobs: AttachedJobs, work: PairWork, hardware: Hardware, repe
     """Return the median seconds in which the references of one round are scored."""
     found = []
     for _ in range(1 + repeats.blocks):
-        wait(hardware.device)
+        synchronise(hardware.device)
         began = time.perf_counter()
         jobs.score_references(work.capacity)
-        wait(hardware.device)
+        synchronise(hardware.device)
         found.append(time.perf_counter() - began)
     return statistics.median(found[1:])  # The first one compiles kernels.
 

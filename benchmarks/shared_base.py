@@ -37,7 +37,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, Size, build, toy_size
 from weftune.bench.table import aligned
-from weftune.bench.timing import Hardware, bench_hardware, reset_memory, wait
+from weftune.bench.timing import Hardware, bench_hardware, reset_memory, synchronise
 from weftune.bench.weftune_side import AttachedJobs, computed_rows, jobs_of_base, useful_rows
 from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.generate.decoder import Decoder, Generation
@@ -139,7 +139,7 @@ def trained_logprobs(jobs: AttachedJobs, made: Sequence[Generation]) -> Tensor:
             h_TD = adapted.base.hidden(microbatch).detach()
         rows = microbatch.targets_T != IGNORED
         logprobs, _ = target_logprobs(h_TD[rows], microbatch.targets_T[rows], adapted.base.head())
-    wait(adapted.base.device)
+    synchronise(adapted.base.device)
     return logprobs
 
 
@@ -177,8 +177,8 @@ def weight_seconds(jobs: AttachedJobs, work: SharedWork) -> tuple[float, float]:
     first, other = [], []
     for _ in range(WEIGHT_STEPS):
         jobs.run(jobs.plan(1, CAPACITY))
-        wait(device)
-        steps = {job: stock.step for job, stock in jobs.stocks.items()}
+        synchronise(device)
+        steps = {job: stock.step for job, stock in jobs.samples_by_job.items()}
         for found in (first, other):
             began = time.perf_counter()
             continued = decoder.run_pass()
@@ -212,10 +212,10 @@ def training_speed(
     jobs.executor.offer_turn = turn
     jobs.run(jobs.plan(WARM_ROUNDS, capacity))
     program = jobs.plan(work.rounds, capacity)
-    wait(jobs.base.device)
+    synchronise(jobs.base.device)
     began = time.perf_counter()
     passes = jobs.run(program)
-    wait(jobs.base.device)
+    synchronise(jobs.base.device)
     seconds = time.perf_counter() - began
     jobs.executor.offer_turn = None
     return Speed(capacity, useful_rows(passes) / seconds, longest_action(passes))

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from weftune.bench.table import aligned, number
-from weftune.bench.timing import wait
+from weftune.bench.timing import synchronise
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op",)
@@ -155,7 +155,7 @@ def traced(run: Callable[[], object], device: torch.device) -> list[KernelEvent]
         ) as profiler:
             for _ in range(2):
                 run()
-                wait(device)
+                synchronise(device)
                 profiler.step()
         said = json.loads(file.read_text())["traceEvents"]
     counted = ON_DEVICE if on_device else ON_HOST

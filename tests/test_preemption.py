@@ -125,16 +125,16 @@ class Watched:
             before = set(loop.executor.attached)
             real(loop)
             self.boundaries += 1
-            self.preempted |= before & set(loop.waiting)
+            self.preempted |= before & set(loop.waiting_jobs)
             self.look(loop)
 
         monkeypatch.setattr(Loop, "_admit_jobs", watched)
 
     def look(self, loop):
-        self.overtaken = max([self.overtaken, *loop._overtaken.values()])
+        self.overtaken = max([self.overtaken, *loop._overtake_counts.values()])
         running = [loop.jobs[name].shape for name in loop.executor.attached]
-        held = any(count >= MAX_OVERTAKES for count in loop._overtaken.values())
-        for name, waits in loop.waiting.items():
+        held = any(count >= MAX_OVERTAKES for count in loop._overtake_counts.values())
+        for name, waits in loop.waiting_jobs.items():
             above = [one for one in running if one.priority >= waits.shape.priority]
             assert held or loop._misfit_reason([*above, waits.shape]) is not None, (
                 f"{name} waits behind a lower priority"

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.cases import slow_but
-from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_by_one, peft_padded
+from weftune.bench.baselines import (
+    BaselineWork,
+    measure_frozen_base,
+    peft_model,
+    peft_one_by_one,
+    peft_padded,
+)
 from weftune.bench.liger import compile_layers, find_missing_package, packed_step
 from weftune.bench.processes import ProcessTask, peft_in_processes, run_in_process
 from weftune.bench.sizes import SIZES, random_ids
@@ -18,7 +24,7 @@ TASK = ProcessTask(SIZES["toy"], BaselineWork(jobs=2, batch=2, length=8, rank=4)
 
 def test_the_frozen_base_and_peft_are_measured() -> None:
     for measured in (
-        frozen(TASK.size, TASK.work, CPU, TASK.pace),
+        measure_frozen_base(TASK.size, TASK.work, CPU, TASK.pace),
         peft_one_by_one(TASK.size, TASK.work, CPU, TASK.pace, float32_adapters=True),
     ):
         assert measured.seconds is not None

@@ -145,11 +145,11 @@ def test_ranks_and_dropouts_of_each_job_are_refused_with_a_sentence(
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:
     rows = [
-        bench_step.StepRow(bench_step.FROZEN, MeasuredStep(1.0, 0), 1.0, adapters=False),
-        bench_step.StepRow("slow", MeasuredStep(3.0, 0), 1.0, adapters=True),
-        bench_step.StepRow("fast", MeasuredStep(2.0, 0), 1.0, adapters=True),
-        bench_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, adapters=True),
-        bench_step.StepRow(bench_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, adapters=True),
+        bench_step.StepRow(bench_step.FROZEN, MeasuredStep(1.0, 0), 1.0, trains_adapters=False),
+        bench_step.StepRow("slow", MeasuredStep(3.0, 0), 1.0, trains_adapters=True),
+        bench_step.StepRow("fast", MeasuredStep(2.0, 0), 1.0, trains_adapters=True),
+        bench_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, trains_adapters=True),
+        bench_step.StepRow(bench_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, trains_adapters=True),
     ]
     best = bench_step.fastest_baseline(rows)
     assert best is not None

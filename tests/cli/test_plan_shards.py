@@ -15,7 +15,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli import early, train
 from weftune.cli.plan import read_cluster
 from weftune.errors import BaseModelError
-from weftune.launch.choice import choose_planned_layout, is_division_free
+from weftune.launch.choice import choose_planned_layout, planner_chooses_division
 from weftune.launch.plan_case import read_case
 from weftune.plan.cost import cluster
 from weftune.run.measure import memory
@@ -75,11 +75,11 @@ def test_train_starts_what_plan_answers(tmp_path, monkeypatch):
     run = early.read_jobs_file(Path("jobs.yaml"))
     none = dict.fromkeys(("device", "memory", "gpu_memory", "pipeline", "gpus"))
     options = early.read_options(**none, replicas=1)
-    assert is_division_free(options)
+    assert planner_chooses_division(options)
     started = train._choose_processes(run, options, None)
     case = read_case(run, read_cluster("auto"), options, on_this_machine=True)
     machine = choose_planned_layout(case).machine
     assert machine.division.devices > 1
     found = (started.gpus or 1, started.pipeline or 1, started.replicas, started.shards, started.capacity)
     assert found == (machine.shares, machine.workers, machine.replicas, machine.shards, machine.capacity)
-    assert not is_division_free(started)
+    assert not planner_chooses_division(started)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weftune.data import build
-from weftune.data.build import _BadRowReport, _split_rows, check, find_format
+from weftune.data.build import _BadRowReport, _split_rows, check_all_rows, find_format
 from weftune.data.row import BadRow, CommonBadRow, Row
 from weftune.data.spec import DataSpec
 from weftune.data.tables import open_rows
@@ -37,9 +37,9 @@ def test_rows_of_no_format_are_told_by_the_first_and_those_that_cannot_be_read_b
 def test_a_check_tells_every_bad_row_up_to_the_limit():
     rows = [{"text": "a"}, {"text": 1}, 5, {"text": ""}, {"text": 2}]
     with pytest.raises(DataError) as error:
-        check(open_rows(rows), "text", DataSpec(limit=4))
+        check_all_rows(open_rows(rows), "text", DataSpec(limit=4))
     assert [mistake.location for mistake in error.value.mistakes] == ["rows:2", "rows:3", "rows:4"]
-    check(open_rows(rows), "text", DataSpec(limit=1))
+    check_all_rows(open_rows(rows), "text", DataSpec(limit=1))
 
 
 def told(bad: _BadRowReport, rest: str = "") -> list[str]:

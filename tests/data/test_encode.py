@@ -28,8 +28,8 @@ def test_a_text_becomes_the_tokens_that_the_tokenizer_itself_gives(make):
         ["left over"], truncation=True, max_length=2, padding="max_length" if tokenizer.pad_token else False
     )
     wanted = make()(list(TEXTS), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert [tokens.tolist() for tokens in encoder.texts(TEXTS)] == wanted
-    assert encoder.texts([]) == []
+    assert [tokens.tolist() for tokens in encoder.encode_texts(TEXTS)] == wanted
+    assert encoder.encode_texts([]) == []
 
 
 def test_many_calls_may_share_an_encoder(tmp_path):
@@ -64,7 +64,7 @@ def pieces_of(encoder: Encoder, tokens: np.ndarray) -> list[str]:
 def test_a_text_that_goes_on_after_another_has_no_space_put_before_it():
     encoder = Encoder(families.llama2())
     texts = ["yes no", " yes", "\n\nyes", "猫", ""]
-    assert [pieces_of(encoder, tokens) for tokens in encoder.continuations(texts)] == [
+    assert [pieces_of(encoder, tokens) for tokens in encoder.encode_continuations(texts)] == [
         ["y", "es", "▁no"],
         ["▁yes"],
         ["\n\n", "y", "es"],
@@ -72,14 +72,14 @@ def test_a_text_that_goes_on_after_another_has_no_space_put_before_it():
         [],
     ]
     plain = Encoder(families.gpt2())
-    alike = zip(plain.continuations(texts), plain.texts(texts), strict=True)
+    alike = zip(plain.encode_continuations(texts), plain.encode_texts(texts), strict=True)
     assert all(one.tolist() == other.tolist() for one, other in alike)
 
 
 def test_a_text_that_would_melt_into_whatever_stands_before_it_is_taken_by_itself():
     encoder = Encoder(melting())
     texts = ["t", "tab", " b", "a", "t"]
-    assert [pieces_of(encoder, tokens) for tokens in encoder.continuations(texts)] == [
+    assert [pieces_of(encoder, tokens) for tokens in encoder.encode_continuations(texts)] == [
         ["t"],
         ["t", "a", "b"],
         ["▁b"],
@@ -90,7 +90,7 @@ def test_a_text_that_would_melt_into_whatever_stands_before_it_is_taken_by_itsel
 
 def test_pieces_tell_the_characters_that_their_tokens_came_from():
     encoder = Encoder(melting())
-    made = encoder.pieces("t\ue000t b\ue001", {"\ue000": "ab", "\ue001": "tx"})
+    made = encoder.encode_with_placeholders("t\ue000t b\ue001", {"\ue000": "ab", "\ue001": "tx"})
     spans = zip(pieces_of(encoder, made.tokens), made.starts.tolist(), made.stops.tolist(), strict=True)
     assert list(spans) == [
         *(("▁", 0, 1), ("t", 0, 1)),
@@ -98,14 +98,20 @@ def test_pieces_tell_the_characters_that_their_tokens_came_from():
         *(("t", 2, 3), ("▁b", 3, 5)),
         *(("t", 5, 6), ("x", 5, 6)),
     ]
-    assert [len(part) for part in (encoder.pieces("", {}).tokens, encoder.pieces("", {}).starts)] == [0, 0]
-    assert pieces_of(encoder, encoder.pieces("\ue000", {"\ue000": "t"}).tokens) == ["t"]
+    assert [
+        len(part)
+        for part in (
+            encoder.encode_with_placeholders("", {}).tokens,
+            encoder.encode_with_placeholders("", {}).starts,
+        )
+    ] == [0, 0]
+    assert pieces_of(encoder, encoder.encode_with_placeholders("\ue000", {"\ue000": "t"}).tokens) == ["t"]
 
 
 def test_what_a_template_printed_is_parsed_for_control_tokens_and_a_stand_in_is_not():
     encoder = Encoder(families.smollm2())
     end = encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    made = encoder.pieces("yes<|im_end|>\ue000<|im_end|>", {"\ue000": "<|im_end|>"})
+    made = encoder.encode_with_placeholders("yes<|im_end|>\ue000<|im_end|>", {"\ue000": "<|im_end|>"})
     assert made.tokens.tolist().count(end) == 2
     assert encoder.tokenizer.decode(made.tokens) == "yes" + "<|im_end|>" * 3
     assert [part.tokens.tolist().count(end) for part in encoder.encode_rendered(["yes<|im_end|>", "a"])] == [
@@ -213,7 +219,7 @@ def test_every_private_use_character_that_a_row_does_not_hold_can_stand_in():
 
 def test_control_tokens_in_what_goes_on_after_another_text_stay_text():
     encoder = Encoder(families.llama2())
-    (tokens,) = encoder.continuations(["yes</s> no"])
+    (tokens,) = encoder.encode_continuations(["yes</s> no"])
     assert encoder.eos not in tokens.tolist()
     assert encoder.tokenizer.decode(tokens.tolist()).strip() == "yes</s> no"
 
@@ -226,6 +232,6 @@ def test_a_text_that_begins_with_a_space_goes_on_with_one_space():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
     found = [
         tokenizer.convert_ids_to_tokens(tokens.tolist())
-        for tokens in Encoder(tokenizer).continuations([" a", "a", "  a"])
+        for tokens in Encoder(tokenizer).encode_continuations([" a", "a", "  a"])
     ]
     assert found == [["▁", "a"], ["a"], ["▁", "▁", "a"]]

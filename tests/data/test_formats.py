@@ -16,7 +16,7 @@ from weftune.data.formats import (
     clean_sharegpt,
     clean_tools,
     detect_format,
-    normalise,
+    normalise_row,
     require_list,
     require_text,
 )
@@ -149,7 +149,7 @@ def test_a_limit_takes_the_first_rows(smollm2, samples_of):
 
 
 def turns_of(row: dict, **spec: object) -> tuple[int, ...]:
-    return normalise(row, detect_format(row), DataSpec(rows=[], **spec)).turns
+    return normalise_row(row, detect_format(row), DataSpec(rows=[], **spec)).turns
 
 
 def test_the_turns_that_are_trained_on_are_the_assistants_with_weight_or_the_last_of_them():
@@ -164,22 +164,22 @@ def test_a_row_without_the_columns_of_its_format_says_which_and_what_it_has():
     spec = DataSpec(rows=[], columns={"completion": "answer"})
     row = {"prompt": "a", "x" * 300: 1}
     with pytest.raises(BadRow) as error:
-        normalise(row, "prompt_completion", spec)
+        normalise_row(row, "prompt_completion", spec)
     sentence = "the row has no `answer`, which prompt_completion rows need (its columns: prompt, "
     assert str(error.value) == sentence + "x" * 192 + ")"
     with pytest.raises(BadRow, match=r"no `text`, which text rows need \(its columns: none\)"):
-        normalise({}, "text", DataSpec(rows=[]))
+        normalise_row({}, "text", DataSpec(rows=[]))
 
 
 def test_the_first_label_that_is_no_token_of_its_row_is_named():
     row = {"input_ids": [1, 2, 3, 4], "labels": [-100, 5, 6, 4]}
     with pytest.raises(BadRow, match=r"`labels\[1\]` must be -100 or repeat `input_ids\[1\]`"):
-        normalise(row, "tokens", DataSpec(rows=[]))
+        normalise_row(row, "tokens", DataSpec(rows=[]))
     with pytest.raises(BadRow, match=r"`input_ids\[2\]` must be a whole number, not text"):
-        normalise({"input_ids": [1, 2, "3", "4"]}, "tokens", DataSpec(rows=[]))
+        normalise_row({"input_ids": [1, 2, "3", "4"]}, "tokens", DataSpec(rows=[]))
     with pytest.raises(BadRow, match="must be equally long"):
-        normalise({"input_ids": [1, 2], "attention_mask": [1]}, "tokens", DataSpec(rows=[]))
-    kept = normalise(
+        normalise_row({"input_ids": [1, 2], "attention_mask": [1]}, "tokens", DataSpec(rows=[]))
+    kept = normalise_row(
         {**row, "labels": row["input_ids"], "attention_mask": [0, 1, 1, 2]}, "tokens", DataSpec()
     )
     assert (kept.tokens.tolist(), kept.mask.tolist()) == ([2, 3, 4], [True] * 3)
@@ -195,15 +195,15 @@ def test_the_first_label_that_is_no_token_of_its_row_is_named():
 )
 def test_prompts_and_completions_that_are_no_text_are_told_so(row, sentence):
     with pytest.raises(BadRow, match=sentence):
-        normalise(row, "prompt_completion", DataSpec())
+        normalise_row(row, "prompt_completion", DataSpec())
 
 
 def test_what_alpaca_rows_leave_empty_is_left_out():
     row = {"instruction": "Hello", "output": "yes", "input": " ", "system": " "}
-    assert [one["content"] for one in normalise(row, "alpaca", DataSpec()).messages] == ["Hello", "yes"]
+    assert [one["content"] for one in normalise_row(row, "alpaca", DataSpec()).messages] == ["Hello", "yes"]
     for name in ("input", "system"):
         with pytest.raises(BadRow, match=f"`{name}` must be text, not a number"):
-            normalise({**row, name: 5}, "alpaca", DataSpec())
+            normalise_row({**row, name: 5}, "alpaca", DataSpec())
 
 
 ASK = {"role": "user", "content": "Hello"}

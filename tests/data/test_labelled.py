@@ -22,7 +22,7 @@ def labelled(rows, tokenizer, folder, evaluation=None, **spec):
 
 def test_a_row_becomes_a_sample_with_its_answer_supervised_and_its_label(smollm2, tmp_path):
     train = labelled([TEXT, CHAT, MERGED], smollm2, tmp_path).train
-    assert (len(train), train.rows, train.together) == (3, 3, 1)
+    assert (len(train), train.rows, train.group_size) == (3, 3, 1)
     assert train.desirable.tolist() == [True, False, False]
     answers = [smollm2.decode(train.tokens(row)[train.mask(row)]) for row in range(3)]
     assert answers == [" blue.<|im_end|>", "Green, I would say.<|im_end|>\n", " there.<|im_end|>"]

@@ -36,7 +36,7 @@ def sides(samples, index, tokenizer):
 
 def test_a_row_becomes_a_chosen_and_a_rejected_sample_with_their_answers_supervised(smollm2, tmp_path):
     train = pairs_of([TEXT], smollm2, tmp_path).train
-    assert (len(train), train.rows, train.together) == (2, 1, 2)
+    assert (len(train), train.rows, train.group_size) == (2, 1, 2)
     assert sides(train, 0, smollm2) == [" blue.<|im_end|>", " green and yellow.<|im_end|>"]
     prompts = [train.tokens(number)[~train.mask(number)].tolist() for number in (0, 1)]
     assert prompts[0] == prompts[1] == smollm2("The sky is")["input_ids"]
@@ -87,7 +87,11 @@ def test_batches_count_pairs_and_a_pair_is_held_out_as_a_whole(smollm2, tmp_path
     ]
     assert sorted(index for batch in batches for index in batch) == list(range(len(train)))
     assert all(batch[0::2] == [one - 1 for one in batch[1::2]] for batch in batches)
-    assert train.largest_batch(1) == train.longest_sample == max(train.lengths[0::2] + train.lengths[1::2])
+    assert (
+        train.max_batch_tokens(1)
+        == train.longest_row_tokens
+        == max(train.lengths[0::2] + train.lengths[1::2])
+    )
 
 
 def test_prompts_of_chosen_samples_are_supervised_on_request(smollm2, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from weftune.core.limited import LimitExceeded
 from weftune.data import parquet
-from weftune.data.parquet import batches, count_bytes, refuse_expansion
+from weftune.data.parquet import count_bytes, read_batches, refuse_expansion
 from weftune.errors import DataError
 
 
@@ -32,9 +32,9 @@ def columns(path: Path) -> list[tuple[int, int]]:
 
 def test_rows_come_in_batches_that_are_smaller_the_longer_a_value_can_be(path, monkeypatch):
     def sizes() -> set[int]:
-        return {batch.num_rows for batch in list(batches(path))[:-1]}
+        return {batch.num_rows for batch in list(read_batches(path))[:-1]}
 
-    assert sum(batch.num_rows for batch in batches(path)) == 600
+    assert sum(batch.num_rows for batch in read_batches(path)) == 600
     assert max(sizes()) <= parquet.ROWS_AT_ONCE
     longest = max(size for _, size in columns(path))
     monkeypatch.setattr(parquet, "HARMLESS_BYTES", 10 * longest)
@@ -47,7 +47,7 @@ def test_rows_come_in_batches_that_are_smaller_the_longer_a_value_can_be(path, m
 
 def test_a_file_without_columns_has_no_batches_to_fear(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "rows.parquet")
-    assert sum(batch.nbytes for batch in batches(tmp_path / "rows.parquet")) == 0
+    assert sum(batch.nbytes for batch in read_batches(tmp_path / "rows.parquet")) == 0
 
 
 class _Process:
@@ -90,7 +90,7 @@ def test_a_small_file_may_become_four_times_what_is_harmless_and_a_large_one_man
     size = path.stat().st_size
     for harmless in (0, 1000 * size):
         monkeypatch.setattr(parquet, "HARMLESS_BYTES", harmless)
-        monkeypatch.setattr(parquet, "_row_count_bound", lambda _, harmless=harmless: harmless + 1)
+        monkeypatch.setattr(parquet, "_max_uncompressed_bytes", lambda _, harmless=harmless: harmless + 1)
         refuse_expansion(path, f"with {harmless} bytes")
     assert [most for _, most, _ in process.asked] == [parquet.MAX_EXPANSION * size, 4000 * size]
 
@@ -113,7 +113,7 @@ def test_what_the_limited_process_meets_is_told_of_the_file(outcome, sentence, p
 
 
 def test_bytes_are_counted_to_the_end_unless_they_are_too_many(path):
-    total = sum(batch.nbytes for batch in batches(path))
+    total = sum(batch.nbytes for batch in read_batches(path))
     assert total > 0
     assert count_bytes(str(path), 2**30) == count_bytes(str(path), total) == total
     with pytest.raises(DataError, match=r"^its [\d,]+ bytes become more than 0 MiB of rows; write it again"):
@@ -128,13 +128,13 @@ def test_a_file_that_is_torn_or_too_much_for_the_memory_says_so_when_it_is_count
         return read
 
     for problem in (pyarrow.ArrowInvalid("torn\nat 5"), OSError("torn\nat 5"), ValueError("torn\nat 5")):
-        monkeypatch.setattr(parquet, "batches", fails(problem))
+        monkeypatch.setattr(parquet, "read_batches", fails(problem))
         with pytest.raises(DataError, match=r"^not a Parquet file that can be read: torn$"):
             count_bytes(str(path), 1)
         monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fails(problem))
         with pytest.raises(DataError, match=r"^mine: not a Parquet file that can be read: torn$"):
             refuse_expansion(path, "mine")
-    monkeypatch.setattr(parquet, "batches", fails(pyarrow.ArrowMemoryError("full")))
+    monkeypatch.setattr(parquet, "read_batches", fails(pyarrow.ArrowMemoryError("full")))
     with pytest.raises(MemoryError):
         count_bytes(str(path), 1)
 

@@ -145,10 +145,10 @@ def test_an_evaluation_whose_rows_are_all_trained_on_is_known(gpt2, tmp_path, wr
     ):
         held_out = EvalSpec(path=str(write_lines(rows, f"{name}.jsonl")))
         found = prepare(DataSpec(path=str(train)), held_out, gpt2, tmp_path / "cache")
-        assert found.evaluates_trained is is_known, name
-        assert found.add_prefix(3, 0).evaluates_trained is is_known
+        assert found.evaluates_training_rows is is_known, name
+        assert found.add_prefix(3, 0).evaluates_training_rows is is_known
     split = prepare(DataSpec(path=str(train)), EvalSpec(fraction=0.2), gpt2, tmp_path / "cache")
-    assert not split.evaluates_trained
+    assert not split.evaluates_training_rows
 
 
 def test_an_evaluation_file_is_read_with_the_same_settings(gpt2, tmp_path, write_lines):
@@ -446,8 +446,8 @@ def test_data_that_jobs_share_are_held_once_and_others_apart(gpt2, tmp_path):
 
 def test_what_is_wrong_with_shared_data_is_found_once_and_told_to_each(gpt2, tmp_path, monkeypatch):
     read = []
-    real = prepare_module.build
-    monkeypatch.setattr(prepare_module, "build", lambda *args: read.append(args) or real(*args))
+    real = prepare_module.build_store
+    monkeypatch.setattr(prepare_module, "build_store", lambda *args: read.append(args) or real(*args))
     shared = SharedData(gpt2, tmp_path)
     for _ in range(3):
         with pytest.raises(DataError, match="no row format has these columns"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.row import canonical_json, json_type_name, row_hash, to_row
-from weftune.data.samples import SampleOrder, Samples, Share
+from weftune.data.samples import SampleOrder, Samples, StoreRows
 
 
 def store(*rows):
@@ -23,7 +23,7 @@ def store(*rows):
 def two_shares(weight=1.0):
     first, second = store([1], [2, 3], [4, 5, 6]), store([7, 8, 9, 10], [11])
     chosen = np.array([2, 0]), np.array([0, 1])
-    return Samples([Share(first, chosen[0]), Share(second, chosen[1], weight)], "mark")
+    return Samples([StoreRows(first, chosen[0]), StoreRows(second, chosen[1], weight)], "mark")
 
 
 def test_a_sample_is_found_in_its_store_behind_one_index():
@@ -48,8 +48,8 @@ def test_weights_are_there_only_where_one_differs():
 
 
 def test_the_largest_batch_holds_the_longest_samples_once_or_with_weights_the_longest_again_and_again():
-    assert [two_shares().largest_batch(size) for size in (1, 2, 3, 9)] == [4, 7, 8, 9]
-    assert two_shares(0.5).largest_batch(3) == 12
+    assert [two_shares().max_batch_tokens(size) for size in (1, 2, 3, 9)] == [4, 7, 8, 9]
+    assert two_shares(0.5).max_batch_tokens(3) == 12
 
 
 def test_a_row_hashes_alike_whatever_the_order_of_its_columns_and_never_changes():

@@ -396,7 +396,7 @@ def test_a_parquet_file_that_breaks_while_it_is_read_is_a_sentence(tmp_path, mon
         raise OSError("torn\nat 5")
 
     monkeypatch.setattr(tables, "refuse_expansion", lambda *_: None)
-    monkeypatch.setattr(tables, "batches", torn)
+    monkeypatch.setattr(tables, "read_batches", torn)
     with pytest.raises(DataError, match=r"^rows: not a Parquet file that can be read: torn$"):
         list(read_parquet(tmp_path / "rows.parquet", "rows"))
 

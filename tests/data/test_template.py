@@ -22,10 +22,10 @@ from weftune.data.template import (
     SandboxedTemplate,
     Template,
     compile_template,
-    facts,
     print_check,
     render_one,
     render_rows,
+    template_properties,
     template_source,
 )
 from weftune.errors import DataError
@@ -242,8 +242,10 @@ def test_a_template_that_does_not_compile_says_why(source, reason):
 
 
 def test_a_template_is_known_to_print_tools_before_any_row_is_rendered():
-    assert facts("{{ tools }}", "{}") == {"prints_tools": True}
-    assert facts("{{ messages }}{% set tools = 1 %}{{ tools }}", "{}") == {"prints_tools": False}
+    assert template_properties("{{ tools }}", "{}") == {"prints_tools": True}
+    assert template_properties("{{ messages }}{% set tools = 1 %}{{ tools }}", "{}") == {
+        "prints_tools": False
+    }
 
 
 def test_a_print_may_be_as_long_as_the_limit_and_no_longer(shortest):

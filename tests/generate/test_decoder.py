@@ -141,16 +141,16 @@ def test_a_step_laid_out_ahead_is_laid_out_as_it_would_be_later(tmp_path):
     laid_ahead = 0
     while not decoder.is_idle:
         decoder.run_pass()
-        running, ahead = decoder._running, decoder._ahead
+        running, ahead = decoder._running_sequences, decoder._prepared_step
         if not running or ahead is None or ahead.batch != running:
             continue
         microbatch, sequences = decoder._build_batch(running)
-        decoder._ahead = None
+        decoder._prepared_step = None
         later, later_sequences = decoder._build_batch(running)
         assert microbatch.tokens_T.equal(later.tokens_T)
         assert microbatch.positions_T.equal(later.positions_T)
         assert (microbatch.segments, sequences) == (later.segments, later_sequences)
-        decoder._ahead, laid_ahead = ahead, laid_ahead + 1
+        decoder._prepared_step, laid_ahead = ahead, laid_ahead + 1
     assert laid_ahead
 
 

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
 )
 
 from weftune.errors import UserError
-from weftune.generate.sampling import SampledRow, Sampling, sample
+from weftune.generate.sampling import SampledRow, Sampling, sample_tokens
 
 VOCABULARY = 50
 LOGITS = 2.0 * torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ LOGITS = 2.0 * torch.randn(4, VOCABULARY, generator=torch.Generator().manual_see
 def drawn(sampling: Sampling, logits_V: torch.Tensor, count: int) -> torch.Tensor:
     """Tokens of `count` sequences with the same logits, each with its own seed, [count]."""
     rows = [SampledRow(Sampling(**settings(sampling), seed=seed), (1,), ()) for seed in range(count)]
-    return sample(logits_V.expand(count, -1), rows)[0]
+    return sample_tokens(logits_V.expand(count, -1), rows)[0]
 
 
 def settings(sampling: Sampling) -> dict:
@@ -56,11 +56,11 @@ def test_a_repetition_penalty_is_that_of_transformers_and_a_presence_penalty_a_d
     expected = RepetitionPenaltyLogitsProcessor(5.0)(ids_1T, LOGITS[2:3].clone()).argmax(-1)
     assert expected.item() != completion[0]
     row = SampledRow(Sampling(repetition_penalty=5.0), prompt, completion)
-    assert sample(LOGITS[2:3], [row])[0].tolist() == expected.tolist()
+    assert sample_tokens(LOGITS[2:3], [row])[0].tolist() == expected.tolist()
     penalised_V = LOGITS[2].clone()
     penalised_V[list(completion)] -= 100.0
     row = SampledRow(Sampling(presence_penalty=100.0), prompt, completion)
-    assert sample(LOGITS[2:3], [row])[0].item() == penalised_V.argmax().item()
+    assert sample_tokens(LOGITS[2:3], [row])[0].item() == penalised_V.argmax().item()
 
 
 def test_rows_of_a_batch_do_not_change_one_another():
@@ -71,9 +71,9 @@ def test_rows_of_a_batch_do_not_change_one_another():
         Sampling(temperature=0.9, top_p=0.7, repetition_penalty=1.4, presence_penalty=0.5, seed=5),
     ]
     rows = [SampledRow(sampling, (1, 2), (5, 7)) for sampling in choices]
-    tokens_B, logprobs_B = sample(LOGITS, rows)
+    tokens_B, logprobs_B = sample_tokens(LOGITS, rows)
     for index, row in enumerate(rows):
-        token, logprob = sample(LOGITS[index : index + 1], [row])
+        token, logprob = sample_tokens(LOGITS[index : index + 1], [row])
         assert (token.item(), logprob.item()) == (tokens_B[index].item(), logprobs_B[index].item())
     assert torch.allclose(
         logprobs_B, LOGITS.log_softmax(-1).gather(1, tokens_B[:, None]).squeeze(1), atol=1e-6

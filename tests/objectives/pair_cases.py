@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weftune.data.cache import SampleStore, Tally
-from weftune.data.samples import Samples, Share
+from weftune.data.samples import Samples, StoreRows
 from weftune.objectives.spec import CpoSpec, DpoSpec, KtoSpec, ObjectiveSpec, OrpoSpec, RewardSpec
 
 VOCABULARY = 97
@@ -63,7 +63,7 @@ def samples() -> Samples:
         rows=np.repeat(np.arange(len(LENGTHS)), 2).astype(np.uint64),
         tally=Tally(),
     )
-    return Samples([Share(store, np.arange(len(masks)))], "pairs", group_size=2)
+    return Samples([StoreRows(store, np.arange(len(masks)))], "pairs", group_size=2)
 
 
 def labelled_samples() -> Samples:
@@ -78,8 +78,8 @@ def labelled_samples() -> Samples:
         tally=Tally(),
         desirable=np.array(LABELS),
     )
-    whole = Samples([Share(store, np.arange(len(found)))], "labelled", has_labels=True)
-    return whole.add_mismatched(np.arange(len(found)), len(found), 10**6)
+    whole = Samples([StoreRows(store, np.arange(len(found)))], "labelled", has_labels=True)
+    return whole.add_mismatched_samples(np.arange(len(found)), len(found), 10**6)
 
 
 def mismatched_tokens() -> list[tuple[Tensor, int]]:

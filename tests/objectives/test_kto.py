@@ -38,7 +38,7 @@ def referenced():
 def score_mismatched(aboard, samples, kl_purpose, step):
     """Score the mismatched samples in two microbatches, as Score actions do."""
     for chosen in HALVES:
-        part = laid(samples.mismatched, chosen)
+        part = laid(samples.mismatched_samples, chosen)
         segments = [replace(one, kl_purpose=kl_purpose, step=step) for one in part.microbatch.segments]
         part = replace(part, microbatch=replace(part.microbatch, segments=tuple(segments)))
         aboard.scorer.record_mismatched_scores(aboard.scorer.sample_logprobs(aboard.hidden(part), part), part)
@@ -95,16 +95,16 @@ def test_loss_metrics_and_gradient_are_those_of_trl(name):
 def test_a_mismatched_sample_has_the_prompt_of_its_row_and_the_answer_of_the_row_before():
     samples = labelled_samples()
     for row, (tokens, prompt) in enumerate(mismatched_tokens()):
-        found, mask = samples.mismatched.tokens_and_mask(row)
+        found, mask = samples.mismatched_samples.tokens_and_mask(row)
         assert found.tolist() == tokens.tolist()
         assert mask.tolist() == (np.arange(len(tokens)) >= prompt).tolist()
-        assert samples.mismatched.lengths[row] == len(tokens)
-        assert samples.mismatched.supervised[row] == mask[1:].sum()
+        assert samples.mismatched_samples.lengths[row] == len(tokens)
+        assert samples.mismatched_samples.supervised[row] == mask[1:].sum()
 
 
 def test_answers_change_places_within_a_batch_of_the_first_epoch_only():
     samples = labelled_samples()
-    found = samples.add_mismatched(np.array([4, 2, 7, 0, 1, 3, 6, 5]), 3, 10**6).mismatched
+    found = samples.add_mismatched_samples(np.array([4, 2, 7, 0, 1, 3, 6, 5]), 3, 10**6).mismatched_samples
     partners = {4: 7, 2: 4, 7: 2, 0: 3, 1: 0, 3: 1, 6: 5, 5: 6}
     for row, partner in partners.items():
         answer = samples.tokens(partner)[samples.mask(partner)]
@@ -113,7 +113,7 @@ def test_answers_change_places_within_a_batch_of_the_first_epoch_only():
 
 def test_mismatched_samples_are_truncated_from_the_right_and_moved_behind_virtual_tokens():
     samples = labelled_samples()
-    short = samples.add_mismatched(np.arange(8), 8, 7).add_prefix(2, 0).mismatched
+    short = samples.add_mismatched_samples(np.arange(8), 8, 7).add_prefix(2, 0).mismatched_samples
     for row, (tokens, prompt) in enumerate(mismatched_tokens()):
         assert short.tokens(row).tolist() == tokens[:7].tolist()
         assert short.lengths[row] == min(7, len(tokens)) + 2

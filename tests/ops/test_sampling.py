@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weftune.generate import sampling as by_torch
-from weftune.generate.sampling import SampledRow, Sampling, sample
+from weftune.generate.sampling import SampledRow, Sampling, sample_tokens
 
 VOCABULARY = 2100
 SETTINGS = {
@@ -30,7 +30,7 @@ def logits(device: torch.device) -> torch.Tensor:
 def test_tokens_and_log_probabilities_are_those_of_torch(name, device):
     rows = [SampledRow(Sampling(**SETTINGS[name], seed=seed), (1, 2), (5,) * seed) for seed in range(COUNT)]
     logits_BV = logits(device)
-    tokens_B, logprobs_B = sample(logits_BV, rows)
+    tokens_B, logprobs_B = sample_tokens(logits_BV, rows)
     scores_BV = by_torch._apply_penalties(logits_BV, rows)
     expected_B, expected_logprobs_B = by_torch._sample_by_torch(scores_BV, logits_BV, rows)
     assert tokens_B.tolist() == expected_B.tolist()
@@ -41,7 +41,7 @@ def test_exactly_the_tokens_of_top_p_are_drawn_with_all_that_are_as_probable_as_
     logits_V = torch.tensor([0.6, -9.0, 0.8, 1.0, 0.7, 0.7, float("-inf")])
     for top_p, count, expected in ((0.4, 12, {2, 3}), (0.5, 16, {2, 3, 4, 5})):
         rows = [row_of(top_p, seed) for seed in range(count)]
-        drawn = sample(logits_V.to(device).expand(count, -1), rows)[0]
+        drawn = sample_tokens(logits_V.to(device).expand(count, -1), rows)[0]
         assert set(drawn.tolist()) == expected
         kept_V = by_torch._truncate_scores(logits_V[None], rows[:1])[0].isfinite()
         assert set(kept_V.nonzero().squeeze(1).tolist()) == expected

@@ -136,7 +136,7 @@ def test_the_base_alone_scores_as_transformers_does_whatever_adapter_the_job_has
 def test_virtual_tokens_are_no_part_of_the_base_alone():
     base = whole_base()
     job = scored_job(base, "a", adapter={"kind": "prompt", "num_virtual_tokens": 3})
-    assert job.data.train.before == 3
+    assert job.data.train.rows_before == 3
     expected = logprobs_of_base(job)
     executor = resident_executor(base)
     attach(executor, [job])

@@ -316,7 +316,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        app.state.streams.closing = True
+        app.state.streams.is_closing = True
         server.should_exit = True
         thread.join(20)
         listener.close()

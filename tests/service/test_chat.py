@@ -80,7 +80,7 @@ def while_served(
             assert time.monotonic() < until
             if train is not None:
                 train()
-            elif not server.turn():
+            elif not server.take_turn():
                 server.wait(0.02)
         return done.result()
 
@@ -129,7 +129,7 @@ def test_clients_are_answered_at_the_same_time_in_shared_passes(server, jobs_fol
         return await asyncio.gather(*(heard(jobs_folder, request(name)) for name in names))
 
     together = 0
-    turn = server._base.turn
+    turn = server._base.run_pass
 
     def counted() -> Any:
         nonlocal together
@@ -138,11 +138,11 @@ def test_clients_are_answered_at_the_same_time_in_shared_passes(server, jobs_fol
 
     def turn_when_all_have_asked() -> None:
         if together or server._arrivals.qsize() == len(names):
-            server.turn()
+            server.take_turn()
         else:
             time.sleep(0.01)
 
-    server._base.turn = counted
+    server._base.run_pass = counted
     answers = while_served(server, all_at_once(), turn_when_all_have_asked)
     assert together == 3
     for name, (pieces, _) in zip(names, answers, strict=True):
@@ -158,7 +158,7 @@ def test_somebody_chats_for_some_time_after_the_last_answer(server, jobs_folder)
     while server.was_active_within(0):
         # The client's connection has been closed, or will be soon.
         assert time.monotonic() < until
-        server.turn()
+        server.take_turn()
 
 
 def test_stop_strings_and_seeds_are_obeyed(server, jobs_folder):
@@ -205,7 +205,7 @@ def test_training_has_the_same_bits_while_adapters_come_and_go_for_answers(jobs_
 
     size = 40_000
     with closing(server_of(busy.executor.adapted, jobs_folder, adapter_bytes=size)) as server:
-        busy.executor.offer_turn = server.turn
+        busy.executor.offer_turn = server.take_turn
         attached = set()
 
         async def client() -> None:
@@ -250,7 +250,7 @@ def test_a_job_that_trains_answers_with_its_weights_of_that_moment(jobs_folder):
 def test_a_job_that_leaves_ends_its_answer_with_a_sentence_and_training_goes_on(jobs_folder):
     jobs = training_jobs()
     with closing(server_of(jobs.executor.adapted, jobs_folder)) as server:
-        jobs.executor.offer_turn = server.turn
+        jobs.executor.offer_turn = server.take_turn
         pieces: list[Any] = []
 
         async def client() -> ChatError | None:
@@ -263,7 +263,7 @@ def test_a_job_that_leaves_ends_its_answer_with_a_sentence_and_training_goes_on(
             return None
 
         def train() -> None:
-            if pieces and "running-0" in jobs.stocks:
+            if pieces and "running-0" in jobs.samples_by_job:
                 jobs.leave("running-0")
             jobs.run(jobs.plan(1, 32))
 
@@ -274,7 +274,7 @@ def test_a_job_that_leaves_ends_its_answer_with_a_sentence_and_training_goes_on(
         deadline = time.monotonic() + 60
         while server.is_active:  # The end of its connection may still have to be read.
             assert time.monotonic() < deadline
-            server.turn()
+            server.take_turn()
         _, end = while_served(server, heard(jobs_folder, request("running-1")), train)
         assert end.finish_reason in ("length", "stop")
         gone = while_served(server, refused(jobs_folder, request("running-0")), train)
@@ -301,7 +301,7 @@ def test_a_closed_connection_cancels_its_answer_and_no_other(server, jobs_folder
     until = time.monotonic() + 60
     while server.is_active:
         assert time.monotonic() < until
-        if not server.turn():
+        if not server.take_turn():
             server.wait(0.02)
     assert server._base._decoder.is_idle
     assert server._base._decoder._cache.pool.pages > 0
@@ -309,7 +309,7 @@ def test_a_closed_connection_cancels_its_answer_and_no_other(server, jobs_folder
     generated = server._base._decoder
     for _ in range(5):
         server.wait(0.05)
-        server.turn()
+        server.take_turn()
     assert generated.is_idle, "the sequence was ended before its 40 tokens"
 
 
@@ -411,7 +411,7 @@ def test_a_client_that_does_not_read_loses_its_connection_and_holds_up_nobody(se
         until = time.monotonic() + 60
         while server.is_active:
             assert time.monotonic() < until
-            if not server.turn():
+            if not server.take_turn():
                 server.wait(0.02)
         received = 0
         with suppress(ConnectionResetError):
@@ -447,7 +447,7 @@ def test_the_adapters_used_last_stay_attached_within_their_memory(adapted, jobs_
         while_served(server, heard(jobs_folder, request("ftjob-1")))
         weights = adapted.banks.attached["chat:ftjob-1:"].weights
         size = weights.numel() * weights.element_size()
-        assert server._base._attached == {"chat:ftjob-1:": size}, "known before it is attached"
+        assert server._base._attached_bytes == {"chat:ftjob-1:": size}, "known before it is attached"
     assert not adapted.banks.attached
     with closing(server_of(adapted, jobs_folder, adapter_bytes=2 * size)) as server:
         for name in ("ftjob-1", "ftjob-2", "ftjob-1", "ftjob-3"):
@@ -514,7 +514,7 @@ def test_a_server_that_stops_ends_its_answers_with_a_sentence(adapted, jobs_fold
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(asyncio.run, refused(jobs_folder, request("ftjob-1")))
         assert server.wait(10)
-        server.turn()
+        server.take_turn()
         server.close()
         assert done.result(10).code == "unavailable"
     assert not adapted.banks.attached

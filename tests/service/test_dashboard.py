@@ -364,7 +364,7 @@ def chatting(site) -> Iterator[None]:
 
         def work() -> None:
             while not ended.is_set():
-                if not server.turn():
+                if not server.take_turn():
                     server.wait(0.05)
 
         thread = threading.Thread(target=work)

@@ -323,9 +323,9 @@ def test_a_stream_is_sent_over_http_as_it_happens(site):
             data = [next(line for line in lines if line.startswith(b"data:")) for _ in range(2)]
         assert b'"running"' in data[1]
         deadline = time.monotonic() + 60
-        while site.app.state.streams.open["acme"] and time.monotonic() < deadline:
+        while site.app.state.streams.open_counts["acme"] and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert site.app.state.streams.open["acme"] == 0, "a closed connection ends its stream"
+    assert site.app.state.streams.open_counts["acme"] == 0, "a closed connection ends its stream"
 
 
 def test_a_revoked_key_ends_its_stream(site, client):
@@ -349,10 +349,10 @@ def test_a_stop_of_the_service_ends_open_streams(tmp_path):
 
 
 def test_a_tenant_has_a_limited_number_of_streams(site, client):
-    site.app.state.streams.open["acme"] = 20
+    site.app.state.streams.open_counts["acme"] = 20
     refused = client.get("/api/stream")
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-    site.app.state.streams.open["acme"] = 0
+    site.app.state.streams.open_counts["acme"] = 0
 
 
 # -- plans ----------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class BaselineWork:
         return sum(self.lengths)
 
 
-def frozen(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
+def measure_frozen_base(size: Size, work: BaselineWork, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     """Measure forward and backward over all jobs' samples as one batch, without adapters.
 
     The input embeddings require a gradient, so that the backward reaches all layers.
@@ -150,7 +150,8 @@ def adamw(model: Any) -> torch.optim.AdamW:
 def peft_padded(
     size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, hardware: Hardware
 ) -> Block:
-    """Return a block that runs one job after another, each batch padded to its longest sample.
+    """Return a `Block` for timing PEFT, which trains one job after another, with each batch padded to its
+    longest sample.
 
     `rounds` holds the lengths of the samples. One adapter represents all jobs, since they cost the same and a
     user would load them one by one.

@@ -39,8 +39,8 @@ class ChurnState:
     """The memory of an executor without attached jobs: bytes of tensors, bytes that the process holds, and
     the number of captured graphs so far."""
 
-    allocated: int
-    reserved: int
+    allocated_bytes: int
+    reserved_bytes: int
     captures: int | None
 
 
@@ -53,7 +53,7 @@ class Churn:
         self.capacity = capacity
         self.came = self.left = 0
 
-    def fill(self) -> None:
+    def attach_max_jobs(self) -> None:
         """Attach as many jobs as allowed, with the largest adapters, so that no adapter memory must grow
         later."""
         for _ in range(self.max_jobs):
@@ -72,15 +72,15 @@ class Churn:
             if change % PROGRESS_INTERVAL == 0:
                 seconds = time.perf_counter() - began
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
-            attached = list(self.attached_jobs.stocks)
+            attached = list(self.attached_jobs.samples_by_job)
             if not attached or (len(attached) < self.max_jobs and sizes.random() < 0.5):
                 self._attach_job(ranks.randint(1, MAX_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
                 self._detach_job(sizes.choice(attached))
             self._train_round()
 
-    def empty(self) -> ChurnState:
-        for job in list(self.attached_jobs.stocks):
+    def detach_all_jobs(self) -> ChurnState:
+        for job in list(self.attached_jobs.samples_by_job):
             self.attached_jobs.leave(job)
         device = self.attached_jobs.base.device
         reset_memory(device)
@@ -100,12 +100,12 @@ class Churn:
         self.attached_jobs.leave(job)
 
     def _train_round(self) -> None:
-        if self.attached_jobs.stocks:
+        if self.attached_jobs.samples_by_job:
             self.attached_jobs.run(self.attached_jobs.plan(1, self.capacity))
 
 
-def growth_ratio(initial_bytes: int, after: int) -> float:
-    return after / initial_bytes - 1
+def growth_ratio(initial_bytes: int, final_bytes: int) -> float:
+    return final_bytes / initial_bytes - 1
 
 
 def main() -> None:
@@ -118,20 +118,21 @@ def main() -> None:
     together = resident_jobs(build(size, hardware), hardware.device)
     churn = Churn(together, 2 if options.toy else options.places, options.capacity)
     changes = 8 if options.toy else options.changes
-    churn.fill()
-    churn.empty()
+    churn.attach_max_jobs()
+    churn.detach_all_jobs()
     churn.attach_and_detach(changes, seed=1)
-    churn.empty()
+    churn.detach_all_jobs()
     churn.attach_and_detach(changes, seed=2)
-    before = churn.empty()
+    before = churn.detach_all_jobs()
     churn.attach_and_detach(changes, seed=3)
-    after = churn.empty()
+    after = churn.detach_all_jobs()
     made = f"{churn.came} joins and {churn.left} leaves"
     print(f"{size.name}: three times {made}, at most {churn.max_jobs} jobs attached\n")
     print(table(before, after))
     again = "" if after.captures is None else f", {after.captures - (before.captures or 0)} captured again"
     grown = max(
-        growth_ratio(before.allocated, after.allocated), growth_ratio(before.reserved, after.reserved)
+        growth_ratio(before.allocated_bytes, after.allocated_bytes),
+        growth_ratio(before.reserved_bytes, after.reserved_bytes),
     )
     finish(
         {
@@ -139,8 +140,8 @@ def main() -> None:
             "changes": changes,
             "joins": churn.came,
             "leaves": churn.left,
-            "allocated": [before.allocated, after.allocated],
-            "reserved": [before.reserved, after.reserved],
+            "allocated": [before.allocated_bytes, after.allocated_bytes],
+            "reserved": [before.reserved_bytes, after.reserved_bytes],
             "captures": [before.captures, after.captures],
             "growth": grown,
             "allowed": ALLOWED_GROWTH,
@@ -162,8 +163,8 @@ def table(before: ChurnState, after: ChurnState) -> str:
     return aligned(
         ("no job attached", "before", "after", ""),
         [
-            memory("GB allocated", before.allocated, after.allocated),
-            memory("GB reserved", before.reserved, after.reserved),
+            memory("GB allocated", before.allocated_bytes, after.allocated_bytes),
+            memory("GB reserved", before.reserved_bytes, after.reserved_bytes),
             ("captures", number(before.captures, "d", 1), number(after.captures, "d", 1), again),
         ],
     )

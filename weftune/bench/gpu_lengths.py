@@ -50,7 +50,8 @@ class LengthsRow:
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
-    """Draw the same rounds on every call: each job has its own seed, and jobs cycle through the datasets."""
+    """Draw the sample lengths of `count` rounds, the same on every call: each job has its own seed, and jobs
+    cycle through the datasets."""
     pools = list(json.loads(FILE.read_text()).values())
     drawn = [
         np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()

@@ -130,7 +130,7 @@ def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
     optimizer = torch.optim.AdamW(trainable, lr=job.recipe.learning_rate, weight_decay=0.0)
     for step in range(1, job.recipe.steps + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(job.recipe, step)
-        batch = padded(job.data.train, job.sample_order.batch(step).tolist(), model.device)
+        batch = padded_batch(job.data.train, job.sample_order.batch(step).tolist(), model.device)
         loss, supervised = loss_sum(peft_model, batch)
         (loss / supervised).backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
@@ -145,8 +145,8 @@ def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
 @torch.no_grad()
 def validation_loss(model: Any, samples: Samples, device: torch.device) -> float:
     total = supervised = 0.0
-    for chosen in chunks(len(samples), BATCH):
-        loss, count = loss_sum(model, padded(samples, chosen, device))
+    for indices in chunks(len(samples), BATCH):
+        loss, count = loss_sum(model, padded_batch(samples, indices, device))
         total, supervised = total + loss.item(), supervised + count
     return total / supervised
 
@@ -164,10 +164,10 @@ def loss_sum(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, 
     return loss, int((targets != IGNORED).sum())
 
 
-def padded(samples: Samples, chosen: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.zeros(len(chosen), int(samples.lengths[chosen].max()), dtype=torch.long)
+def padded_batch(samples: Samples, indices: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.zeros(len(indices), int(samples.lengths[indices].max()), dtype=torch.long)
     present, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
-    for row, index in enumerate(chosen):
+    for row, index in enumerate(indices):
         tokens = torch.from_numpy(samples.tokens(index).copy()).long()
         mask = torch.from_numpy(samples.mask(index).copy())
         ids[row, : len(tokens)], present[row, : len(tokens)] = tokens, 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
+from weftune.bench.baselines import EXPERTS, BaselineWork, measure_frozen_base, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.processes import ProcessTask, peft_in_processes
 from weftune.bench.result import arguments, finish
@@ -34,9 +34,9 @@ GB = 1e9
 class StepRow:
     name: str
     measured: MeasuredStep
-    floor: float
-    """Minimum seconds that the arithmetic of the row can take."""
-    adapters: bool = True
+    min_seconds: float
+    """Minimum seconds that the arithmetic of the row's step can take."""
+    trains_adapters: bool = True
     """Whether adapters are trained; False for the base alone."""
 
 
@@ -56,12 +56,14 @@ def weftune_step(task: ProcessTask) -> MeasuredStep:
     return replace(measure(block, task.hardware, task.pace), base_bytes=base_bytes)
 
 
-def measured_row(name: str, task: ProcessTask, floor: float, run: Callable[[], MeasuredStep]) -> StepRow:
+def measured_row(
+    name: str, task: ProcessTask, min_seconds: float, run: Callable[[], MeasuredStep]
+) -> StepRow:
     """Measure one row of the table and print its time."""
     print(f"{name} …", end=" ", flush=True)
     measured = measure_or_explain(run, task.hardware)
     print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
-    return StepRow(name, measured, floor)
+    return StepRow(name, measured, min_seconds)
 
 
 def rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> Iterator[StepRow]:
@@ -76,8 +78,8 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
     floor = floor_seconds(size, rate, work.lengths, work.mean_rank)
     if "frozen" in baselines:
         bare = floor_seconds(size, rate, work.lengths, rank=0)
-        row = measured_row(FROZEN, task, bare, lambda: frozen(size, work, hardware, pace))
-        yield replace(row, adapters=False)
+        row = measured_row(FROZEN, task, bare, lambda: measure_frozen_base(size, work, hardware, pace))
+        yield replace(row, trains_adapters=False)
     one_by_one = partial(peft_one_by_one, size, work, hardware, pace)
     if "peft" in baselines:
         yield measured_row("PEFT, one by one", task, floor, partial(one_by_one, float32_adapters=True))
@@ -94,11 +96,11 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
 
 
 def fastest_baseline(rows: Sequence[StepRow]) -> StepRow | None:
-    """Return the fastest row that trains adapters without Weftune."""
+    """Return the row with the fastest tool other than Weftune that trains adapters."""
     others = [
         row
         for row in rows
-        if row.adapters and not row.name.startswith("Weftune") and row.measured.seconds is not None
+        if row.trains_adapters and not row.name.startswith("Weftune") and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -117,7 +119,7 @@ def table(rows: Sequence[StepRow], tokens: int) -> str:
                 number(ratio(tokens, row.measured.seconds), ",.0f"),
                 number(row.measured.peak_bytes, ".1f", 1 / GB),
                 number(row.measured.base_bytes, ".1f", 1 / GB),
-                number(ratio(row.floor, row.measured.seconds), ".2f"),
+                number(ratio(row.min_seconds, row.measured.seconds), ".2f"),
                 row.measured.note,
             )
             for row in rows
@@ -160,7 +162,7 @@ def numbers(task: ProcessTask, rows: Sequence[StepRow], rate: float) -> dict[str
                 "seconds": row.measured.seconds,
                 "peak_bytes": row.measured.peak_bytes,
                 "base_bytes": row.measured.base_bytes,
-                "rho": ratio(row.floor, row.measured.seconds),
+                "rho": ratio(row.min_seconds, row.measured.seconds),
                 "note": row.measured.note,
             }
             for row in rows

@@ -19,7 +19,7 @@ import torch
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.sizes import Size, random_ids
-from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, wait
+from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, synchronise
 
 WAIT_SECONDS = 150.0
 """Seconds that processes wait for one another before the measurement is abandoned."""
@@ -41,7 +41,7 @@ class ProcessTask:
 class Answer:
     start: float = 0.0
     stop: float = 0.0
-    peak: int = 0
+    peak_bytes: int = 0
     measured: MeasuredStep = field(default_factory=lambda: MeasuredStep(None, None))
     problem: str = ""
 
@@ -65,7 +65,7 @@ def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> Measured
     steps = task.pace.blocks * task.pace.steps
     together = max(a.stop for a in answers) - min(a.start for a in answers)
     note = "" if count == jobs else f"{count} processes fit, so {jobs} jobs take {jobs / count:.1f} turns"
-    return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
+    return MeasuredStep(together / steps * jobs / count, sum(a.peak_bytes for a in answers) or None, note)
 
 
 def _fitting_count(hardware: Hardware, job_peak_bytes: int | None) -> int:
@@ -156,10 +156,10 @@ class _ConcurrentJob:
         step = job_step(model, random_ids(self.task.size, work.batch, work.length, hardware))
         for _ in range(pace.warmup):
             step()
-        wait(hardware.device)
+        synchronise(hardware.device)
         barrier.wait(WAIT_SECONDS)
         began = time.monotonic()
         for _ in range(pace.blocks * pace.steps):
             step()
-        wait(hardware.device)
+        synchronise(hardware.device)
         return Answer(began, time.monotonic(), peak_bytes(hardware.device) or 0)

@@ -36,7 +36,7 @@ class Size:
     """Number of experts per token."""
 
     @property
-    def wide(self) -> int:
+    def query_width(self) -> int:
         """Total width of all query heads."""
         return self.heads * self.head_width
 
@@ -50,15 +50,15 @@ class Size:
 
         A dense layer has seven linears, or four if some are fused; each active expert has two.
         """
-        kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
+        kv, o = self.head_width * self.kv_heads, (self.query_width, self.hidden)
         down = (self.intermediate, self.hidden)
         if self.experts:
-            qkv = (self.hidden, self.wide), (self.hidden, kv), (self.hidden, kv)
+            qkv = (self.hidden, self.query_width), (self.hidden, kv), (self.hidden, kv)
             return *qkv, o, *self.active * self.expert
         if self.family == "phi3":
-            return o, (self.hidden, self.wide + 2 * kv), (self.hidden, 2 * self.intermediate), down
+            return o, (self.hidden, self.query_width + 2 * kv), (self.hidden, 2 * self.intermediate), down
         gate = (self.hidden, self.intermediate)
-        return (self.hidden, self.wide), (self.hidden, kv), (self.hidden, kv), o, gate, gate, down
+        return (self.hidden, self.query_width), (self.hidden, kv), (self.hidden, kv), o, gate, gate, down
 
     @property
     def expert(self) -> tuple[tuple[int, int], ...]:
@@ -274,18 +274,18 @@ def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
 
 
 def floor_seconds(
-    size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed_share: float = 0.0
+    size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed_fraction: float = 0.0
 ) -> float:
     """Return the minimum seconds of one step on samples of these lengths at `rate` operations per second.
 
     The operations counted are the forward and dX of the frozen linears and the head; causal attention, whose
     backward costs 2.5 times its forward; and the six products of the adapters' two factors. Rank 0 means the
-    base alone. `recomputed_share` is the fraction of the layers whose forward is computed twice.
+    base alone. `recomputed_fraction` is the fraction of the layers whose forward is computed twice.
     """
     tokens = sum(lengths)
     linears = size.layers * sum(k * n for k, n in size.sites)
     head = size.hidden * size.vocabulary
-    attention = 2 * size.layers * size.wide * sum(length * length for length in lengths)
+    attention = 2 * size.layers * size.query_width * sum(length * length for length in lengths)
     adapters = 6 * tokens * rank * size.layers * sum(k + n for k, n in size.sites)
-    again = recomputed_share * (2 * tokens * linears + attention + adapters / 3)
+    again = recomputed_fraction * (2 * tokens * linears + attention + adapters / 3)
     return (4 * tokens * (linears + head) + 3.5 * attention + adapters + again) / rate

@@ -60,10 +60,10 @@ def measure(block: Block, hardware: Hardware, repeats: Repeats) -> MeasuredStep:
     taken = []
     for _ in range(repeats.blocks):
         run = block(repeats.steps)
-        wait(hardware.device)
+        synchronise(hardware.device)
         began = time.perf_counter()
         run()
-        wait(hardware.device)
+        synchronise(hardware.device)
         taken.append((time.perf_counter() - began) / repeats.steps)
     return MeasuredStep(statistics.median(taken), peak_bytes(hardware.device))
 
@@ -82,8 +82,8 @@ def repeat_step(step: Callable[[], object]) -> Block:
 def measure_or_explain(run: Callable[[], MeasuredStep], hardware: Hardware) -> MeasuredStep:
     """Call `run` while nothing else uses the device, and return its result.
 
-    A lack of memory, or a case that cannot be planned, becomes a note instead of an error, so that the
-    remaining rows are still measured.
+    If the memory does not suffice, or the jobs cannot be planned, the result has a note instead of a time, so
+    that the remaining rows are still measured.
     """
     reset_memory(hardware.device)
     try:
@@ -104,7 +104,7 @@ def reset_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def wait(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

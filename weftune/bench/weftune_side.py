@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.data.cache import SampleStore, Tally
 from weftune.data.collate import Part, collate
-from weftune.data.samples import Samples, Share
+from weftune.data.samples import Samples, StoreRows
 from weftune.objectives.spec import SFT_SPEC, ObjectiveSpec
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import (
@@ -39,7 +39,8 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
-"""Lengths in tokens of a job's samples, one list per global batch. The first batch follows the last one."""
+"""Lengths in tokens of a job's samples, one list per global batch. After the last batch, training continues
+with the first."""
 
 RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
 
@@ -54,7 +55,7 @@ class JobSamples:
 
     def batch(self, job: str, step: int) -> GlobalBatch:
         first, end = list(pairwise(self.batch_starts))[(step - 1) % (len(self.batch_starts) - 1)]
-        placed = group_samples(self.batch_samples(first, end), self.samples.together)
+        placed = group_samples(self.batch_samples(first, end), self.samples.group_size)
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
     def batch_samples(self, first: int, end: int) -> tuple[PlacedSample, ...]:
@@ -70,7 +71,7 @@ class AttachedJobs:
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
         self.executor = executor
-        self.stocks: dict[str, JobSamples] = {}
+        self.samples_by_job: dict[str, JobSamples] = {}
         self.losses: dict[str, list[float]] = {}
         self.recompute = NOTHING
 
@@ -87,7 +88,7 @@ class AttachedJobs:
         batch_starts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
         group_size = 2 if objective.row_kind == "pairs" else 1
         samples = random_samples(lengths, self.base.shape.vocabulary, seed, group_size)
-        self.stocks[job] = JobSamples(samples, tuple(batch_starts))
+        self.samples_by_job[job] = JobSamples(samples, tuple(batch_starts))
         self.losses[job] = []
         base, home = self.base, self.executor.home
         training = new_training(
@@ -103,32 +104,32 @@ class AttachedJobs:
 
     def leave(self, job: str) -> None:
         self.executor.detach(job)
-        del self.stocks[job]
+        del self.samples_by_job[job]
 
     def plan(self, rounds: int, capacity: int) -> Program:
         """Plan the next `rounds` global batches of every attached job."""
-        courses = []
-        for job, stock in self.stocks.items():
+        job_windows = []
+        for job, stock in self.samples_by_job.items():
             steps = range(stock.step + 1, stock.step + rounds + 1)
             batches = tuple(stock.batch(job, step) for step in steps)
-            courses.append(JobWindow(job, stock.step, batches, (), frozenset(), frozenset()))
-        return self._plan_window(courses, capacity)
+            job_windows.append(JobWindow(job, stock.step, batches, (), frozenset(), frozenset()))
+        return self._plan_window(job_windows, capacity)
 
     def score_references(self, capacity: int) -> list[Passed]:
         """Score all samples with the base alone, store the results as the jobs' reference log-probabilities,
         and return every pass over the base."""
         windows = []
-        for job, stock in self.stocks.items():
+        for job, stock in self.samples_by_job.items():
             count = len(stock.samples)
             stock.samples.references = np.full(count, np.nan)
             scored = stock.batch_samples(0, count)
             windows.append(JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored=scored))
         return self.run(self._plan_window(windows, capacity))
 
-    def _plan_window(self, courses: Sequence[JobWindow], capacity: int) -> Program:
+    def _plan_window(self, job_windows: Sequence[JobWindow], capacity: int) -> Program:
         layout = self.executor.part.layout
         ladder = self.executor.captures is not None and not self.recompute.tile_rows
-        return plan_window(courses, layout, capacity, ladder, self.recompute)
+        return plan_window(job_windows, layout, capacity, ladder, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:
         """Execute the program and return every pass that it made over the base."""
@@ -140,11 +141,11 @@ class AttachedJobs:
             if isinstance(event, Stepped):
                 self.losses[event.job].append(event.outcome.loss)
             if isinstance(event, Scored):
-                references = self.stocks[event.job].samples.references
+                references = self.samples_by_job[event.job].samples.references
                 assert references is not None
                 references[list(event.samples)] = event.logprobs
         for batch in program.batches:
-            self.stocks[batch.job].step = batch.step
+            self.samples_by_job[batch.job].step = batch.step
         return passes
 
     def block(self, capacity: int) -> Callable[[int], Callable[[], list[Passed]]]:
@@ -153,11 +154,11 @@ class AttachedJobs:
         Planning is not timed, since the training loop plans while the device computes.
         """
 
-        def prepared(rounds: int) -> Callable[[], list[Passed]]:
+        def prepare_rounds(rounds: int) -> Callable[[], list[Passed]]:
             program = self.plan(rounds, capacity)
             return lambda: self.run(program)
 
-        return prepared
+        return prepare_rounds
 
     def _fetch_microbatch(self, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
         microbatch = collate(
@@ -165,7 +166,7 @@ class AttachedJobs:
                 Part(
                     segment.job,
                     segment.step,
-                    self.stocks[segment.job].samples,
+                    self.samples_by_job[segment.job].samples,
                     placed.sample,
                     placed.sample_offset,
                     rows=placed.chunk_rows,
@@ -208,7 +209,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_siz
         rows=np.arange(len(lengths), dtype=np.uint64),
         tally=Tally(),
     )
-    return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}", group_size)
+    return Samples([StoreRows(store, np.arange(len(lengths)))], f"random {seed}", group_size)
 
 
 def computed_rows(passes: Sequence[Passed]) -> int:

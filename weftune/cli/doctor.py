@@ -32,9 +32,9 @@ PYTHON = (3, 11)
 class Verdict(StrEnum):
     OK = "ok"
     ABSENT = "absent"
-    """Missing but optional: training works without it."""
+    """Verdict on something that is missing but optional: training works without it."""
     MISSING = "missing"
-    """Missing and required: training does not work without it."""
+    """Verdict on something that is missing and required: training does not work without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,8 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
 
 
 def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
-    """Report how many shapes of linears have been measured; training need not measure these again."""
+    """Report for how many shapes of linears the fastest kernel plan has been measured; training need not
+    measure these again."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

@@ -90,7 +90,7 @@ def read_options(
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
-    """Return the number of bytes in a text such as `8GiB`."""
+    """Parse a size such as `8GiB` and return the number of bytes."""
     number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text.strip().lower()[len(number) :].strip()
     try:
@@ -104,10 +104,10 @@ def check_device(name: str | None) -> None:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.")
 
 
-def store_folder(chosen: Path | None) -> Path:
-    """Return the folder of a service: `chosen`, or `weftune` in the user's data folder if none is chosen."""
-    if chosen is not None:
-        return chosen.expanduser()
+def store_folder(folder: Path | None) -> Path:
+    """Return the folder of a service: `folder`, or `weftune` in the user's data folder if it is None."""
+    if folder is not None:
+        return folder.expanduser()
     shared = os.environ.get("XDG_DATA_HOME")
     return (Path(shared) if shared else Path.home() / ".local" / "share") / "weftune"
 
@@ -116,11 +116,12 @@ def store_folder(chosen: Path | None) -> Path:
 
 
 def read_jobs_file(jobs: Path) -> RunSpec:
-    """Read the jobs file. Raise all mistakes in it that can be found with the config of its base."""
+    """Read a jobs file. Raise one error that lists everything in it that is invalid, as far as the config of
+    its base shows."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, read_model_shape)
-    refuse_base(run.base)
+    refuse_missing_base(run.base)
     return run
 
 
@@ -139,7 +140,7 @@ def read_model_shape(base: BaseSpec) -> ModelShape | None:
         return None
 
 
-def refuse_base(base: BaseSpec) -> None:
+def refuse_missing_base(base: BaseSpec) -> None:
     """Raise an error if the base is a folder that holds no model, or an id that the Hugging Face Hub does not
     know."""
     from weftune.base.config import model_folder, refuse_missing_base
@@ -155,8 +156,8 @@ def refuse_base(base: BaseSpec) -> None:
 
 
 def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
-    """Raise one error with all mistakes in the small row files of all jobs. If `includes_job_names`, each
-    mistake also names its job."""
+    """Raise one error that lists the invalid rows in the small row files of all jobs. If
+    `includes_job_names`, each entry also names its job."""
     from weftune.data.prepare import check_rows
 
     known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []

@@ -117,7 +117,8 @@ def read_metric(text: str, is_reward_model: bool = False) -> tuple[str, UserMetr
 
 
 def score_table(evaluation: Evaluation, metric: str) -> Table:
-    """Return the table of scores, the best adapter first and marked; names are `Text`, never markup."""
+    """Return the table of scores, the best adapter first and marked. Names of adapters are not interpreted as
+    markup."""
     from rich.table import Table
     from rich.text import Text
 

@@ -9,7 +9,7 @@ import typer
 
 from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.cli.early import refuse_base
+from weftune.cli.early import refuse_missing_base
 from weftune.cli.generate import recorded_base
 from weftune.core.files import refuse_full_folder
 from weftune.errors import UserError
@@ -57,7 +57,7 @@ def export(
     check_adapter_folder(folder)
     refuse_full_folder(target)
     if base is not None:
-        refuse_base(base)
+        refuse_missing_base(base)
         _export_merged(folder, base, target, cast(Dtype | None, dtype), into)
         return
     from weftune.report.snippets import VLLM_RANKS

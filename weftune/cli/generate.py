@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.adapters.folder import refuse_reward_model
-from weftune.cli.early import DeviceOption, check_device, refuse_base
+from weftune.cli.early import DeviceOption, check_device, refuse_missing_base
 from weftune.errors import AdapterError, UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def generate(
             for row in rows
             for name in names
         ]
-        answer_file(answers, asked, sampling, stop or (), output)
+        write_answers(answers, asked, sampling, stop or (), output)
     elif prompt is not None:
         asked_now = [
             (name, answers.encode_prompt(name, chat_messages(prompt, system), plain)) for name in names
@@ -129,7 +129,7 @@ def common_base(folders: Sequence[Path]) -> BaseSpec:
                 f"{first} was trained on {bases[first].model} and {folder} on {base.model}, or with other "
                 "settings of the base; ask adapters of one base at a time."
             )
-    refuse_base(bases[first])
+    refuse_missing_base(bases[first])
     return bases[first]
 
 
@@ -197,7 +197,7 @@ def show_answers(
     return found
 
 
-def answer_file(
+def write_answers(
     answers: Answers,
     prompts: Sequence[tuple[int, str, Sequence[int]]],
     sampling: Sampling,
@@ -280,7 +280,8 @@ def chat_in_terminal(
 
 
 def answer_panels(answers: dict[str, str]) -> RenderableType:
-    """Draw one panel per answer, two side by side; answers are `Text`, so that brackets are no markup."""
+    """Draw one panel per answer: side by side if there are two, otherwise one below the other. Answers are
+    not interpreted as markup."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.table import Table

@@ -58,7 +58,7 @@ def add(
     from weftune.jobs.store.inbox import FileRequest, read_run_status
     from weftune.jobs.store.shares import share_folders
 
-    _refuse_inactive(run)
+    _refuse_inactive_run(run)
     if share_folders(run):
         raise UserError(
             f"jobs cannot join {run}: a run with --gpus divides its jobs among the GPUs at its start; train "
@@ -159,7 +159,7 @@ def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
     from weftune.jobs.spec.keys import nearest_word
     from weftune.jobs.store.inbox import FileRequest, find_inbox_folder, is_active, read_run_status
 
-    _refuse_inactive(run)
+    _refuse_inactive_run(run)
     folder = find_inbox_folder(run, job)
     status = read_run_status(folder)
     # Before its first window, a run may not have written the status yet.
@@ -175,7 +175,7 @@ def _request_for_job(run: Path, job: str, verb: str, value: int = 0) -> None:
     _send_request(run, folder, FileRequest(verb=verb, job=job, priority=value))  # type: ignore[arg-type]
 
 
-def _refuse_inactive(run: Path) -> None:
+def _refuse_inactive_run(run: Path) -> None:
     from weftune.jobs.store.inbox import is_active, read_run_status
     from weftune.jobs.store.status import STATUS
 

@@ -105,8 +105,8 @@ def plan(
 
 
 def _measure(run: RunSpec, answer: Plan, console: Console) -> Plan:
-    """Return the plan with the measured times of itself and of its ablations."""
-    from weftune.launch.choice import options_of
+    """Measure a plan and its ablations on this machine, and return the plan with the measured times."""
+    from weftune.launch.choice import with_chosen_division
 
     if answer.shares is not None:
         raise UserError("--measure: one share of the jobs can be measured; plan it with --gpus 1")
@@ -122,7 +122,7 @@ def _measure(run: RunSpec, answer: Plan, console: Console) -> Plan:
     rounds = undisturbed_rounds(
         answer.choice, list(shapes.values()), lambda name, count: case.job_window(name, count, False)
     )
-    jobs, options = select_jobs(run, shapes), options_of(case.options, answer.choice)
+    jobs, options = select_jobs(run, shapes), with_chosen_division(case.options, answer.choice)
     tokens = forecast.tokens / forecast.steps
     measured = measure_plan(jobs, options, answer.ablations, rounds, tokens, show)
     return replace(answer, ablations=measured.ablations, measured_step_seconds=measured.step_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_predict import Plan, device_needs_bytes
 from weftune.launch.plan_sweeps import sweep_numbers
 from weftune.plan.layout.division import SHOWN, Candidate
 from weftune.plan.outlook.forecast import Forecast, Prediction, shared_groups
@@ -75,7 +75,9 @@ def _resident_numbers(prediction: Prediction) -> dict[str, Any]:
         "streamed": False,
         "stages": [
             {"layers": stage.layer_count, "needs_bytes": need, "budget_bytes": memory.budget_bytes}
-            for stage, need in zip(prediction.choice.layout.stages, stage_needs(prediction), strict=True)
+            for stage, need in zip(
+                prediction.choice.layout.stages, device_needs_bytes(prediction), strict=True
+            )
         ],
         "groups": shared_groups(prediction.program),
         "order": "1F1B" if prediction.choice.layout.is_pipeline else "rounds",

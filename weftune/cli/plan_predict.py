@@ -61,7 +61,7 @@ class Plan:
     sentences: Sequence[str] = ()
     """Sentences that explain the planner's decisions, one per decision. Empty unless requested."""
     ablations: Sequence[Ablation] = ()
-    """Effect of disabling each mechanism of the plan, one at a time. Empty unless requested."""
+    """Effect of disabling each optimisation that the plan uses, one at a time. Empty unless requested."""
     measured_step_seconds: tuple[float, float] | None = None
     """Measured seconds per round (one global batch of every job) of the plan itself, before and after the
     measurements of its ablations. None if nothing was measured."""
@@ -166,8 +166,8 @@ def _predict_whole_run(
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return the effect of disabling each mechanism of the plan. If the jobs are divided into shares, this is
-    the plan of the first share."""
+    """Return the effect of disabling each optimisation that a plan uses. If the jobs are divided into shares,
+    this is the plan of the first share."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,
@@ -189,7 +189,7 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
     return tuple(rows)
 
 
-def stage_needs(prediction: Prediction) -> list[int]:
+def device_needs_bytes(prediction: Prediction) -> list[int]:
     """Return the predicted bytes on each device when microbatches have their maximum size. Every device is
     assumed to hold the adapters of all jobs of the first window."""
     memory, program = prediction.choice.memory, prediction.program

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weftune.cli.plan_predict import Plan, stage_needs
+from weftune.cli.plan_predict import Plan, device_needs_bytes
 from weftune.launch.choice import division_sentence
 from weftune.launch.plan_case import PlanCase
 from weftune.launch.plan_sweeps import SweepOutlook, collapse_trials, expected_seconds
@@ -25,12 +25,12 @@ def show_plan(console: Console, plan: Plan) -> None:
     if plan.shares is not None:
         _show_shares(console, plan, plan.shares)
     elif isinstance(plan.outlook, Prediction):
-        _show_resident(console, plan, plan.outlook)
+        _show_resident_plan(console, plan, plan.outlook)
     else:
-        _show_streamed(console, plan, plan.outlook)
+        _show_streamed_plan(console, plan, plan.outlook)
     if plan.case.has_several_devices:
         _show_candidates(console, plan)
-    _show_waiting(console, plan)
+    _show_waiting_jobs(console, plan)
     for sentence in plan.sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
     if plan.ablations:
@@ -108,7 +108,7 @@ def _flags_sentence(plan: Plan) -> str:
     return f" Train with {plan.flags}." if chosen else ""
 
 
-def _show_resident(console: Console, plan: Plan, prediction: Prediction) -> None:
+def _show_resident_plan(console: Console, plan: Plan, prediction: Prediction) -> None:
     console.print(
         f"{count_noun(len(plan.window.shapes), 'job')} on {plan.case.cluster.name}: they fit, with a token "
         f"capacity of {prediction.program.capacity:,}. The base is "
@@ -171,7 +171,7 @@ def _show_candidates(console: Console, plan: Plan) -> None:
     console.print(table)
 
 
-def _show_streamed(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
+def _show_streamed_plan(console: Console, plan: Plan, outlook: StreamOutlook) -> None:
     """Print the plan for a base that is streamed to the devices from host memory or from its files."""
     choice, seconds = plan.choice, outlook.forecast.seconds
     source = "read from its files" if choice.reads_weight_files else "streamed from host memory"
@@ -210,7 +210,7 @@ def _show_sampling_note(console: Console, case: PlanCase) -> None:
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
-def _show_waiting(console: Console, plan: Plan) -> None:
+def _show_waiting_jobs(console: Console, plan: Plan) -> None:
     """Print the jobs that are not admitted."""
     sweeps, admission = plan.case.sweeps, plan.admission
     trials = {name: one.name for one in sweeps for name in one.known_trials}
@@ -244,7 +244,7 @@ def stage_table(prediction: Prediction, case: PlanCase) -> Table:
     columns = ("device", "layers", "needs at most", "may take")
     table = Table(*columns, title="Memory on every device", caption=caption)
     layout, layers = prediction.choice.layout, case.shape.layers
-    for number, (stage, need) in enumerate(zip(layout.stages, stage_needs(prediction), strict=True)):
+    for number, (stage, need) in enumerate(zip(layout.stages, device_needs_bytes(prediction), strict=True)):
         first, last = stage.start == 0, stage.stop == layers
         table.add_row(
             _device_text(case, number),
@@ -267,14 +267,14 @@ def layers_text(start: int, stop: int, layers: int) -> str:
 
 
 def forecast_table(
-    chosen: Forecast,
+    chosen_forecast: Forecast,
     alternatives: Sequence[Forecast],
     title: str = "Predicted for the first window, on the same devices",
 ) -> Table:
-    several = chosen.devices > 1
+    several = chosen_forecast.devices > 1
     waits = ["bubbles"] if several else []
     table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
-    for one in (chosen, *alternatives):
+    for one in (chosen_forecast, *alternatives):
         table.add_row(
             one.name,
             f"{one.step_seconds:.3g} s",
@@ -282,7 +282,7 @@ def forecast_table(
             *([f"{one.bubbles:.1%}"] if several else []),
             f"{one.microbatches}",
             f"{one.capacity:,}",
-            _add_memory_note(f"{one.seconds / chosen.seconds:.2f}×", one),
+            _add_memory_note(f"{one.seconds / chosen_forecast.seconds:.2f}×", one),
         )
     return table
 
@@ -293,15 +293,15 @@ PLANNER_NOTE = (
 )
 
 
-def ablation_table(rows: Sequence[Ablation], measured: tuple[float, float] | None = None) -> Table:
-    """Return the table of the ablations. `measured` are the measured seconds per round of the plan itself,
-    before and after those of the ablations."""
+def ablation_table(rows: Sequence[Ablation], measured_seconds: tuple[float, float] | None = None) -> Table:
+    """Return the table of the ablations. `measured_seconds` are those per round of the plan itself, measured
+    before and after the ablations."""
     several = any(row.forecast.devices > 1 for row in rows)
     titles = ["mechanism", "instead", "step", "costs", *(["bubbles"] if several else [])]
     notes = [PLANNER_NOTE] if several and any("mechanisms" in row.options for row in rows) else []
-    if measured is not None:
+    if measured_seconds is not None:
         titles += ["measured step", "measured costs"]
-        before, after = (f"{one:.3g} s" for one in measured)
+        before, after = (f"{one:.3g} s" for one in measured_seconds)
         notes.append(f"A step of the plan itself took {before} before the others and {after} after them.")
     table = Table(*titles, title="What each mechanism is worth", caption=" ".join(notes) or None)
     for row in sorted(rows, key=lambda one: one.is_added):
@@ -310,8 +310,8 @@ def ablation_table(rows: Sequence[Ablation], measured: tuple[float, float] | Non
         cells = [name, row.alternative, f"{one.step_seconds:.3g} s"]
         cells.append(_add_memory_note(f"{row.relative_cost:+.1%}", one))
         cells += [f"{one.bubbles:.1%}"] if several else []
-        if measured is not None and row.measured_step_seconds is not None:
-            cost = row.measured_step_seconds / (sum(measured) / 2) - 1
+        if measured_seconds is not None and row.measured_step_seconds is not None:
+            cost = row.measured_step_seconds / (sum(measured_seconds) / 2) - 1
             cells += [f"{row.measured_step_seconds:.3g} s", f"{cost:+.1%}"]
         table.add_row(*cells)
     return table

@@ -88,7 +88,7 @@ def select_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[SharedSamples]:
     """Return the tokenised samples of all jobs. Jobs with identical data share one entry. Raise one error
-    with the mistakes of all jobs."""
+    that lists what is wrong with the rows of all jobs."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.jobs.courses import truncate_data
@@ -126,7 +126,7 @@ def collect_warnings(
     prepared = {name: shown.prepared for shown in sample_groups for name in shown.jobs}
     sentences, steps = [], {}
     for job in jobs:
-        train, seen = prepared[job.name].train, prepared[job.name].evaluates_trained
+        train, seen = prepared[job.name].train, prepared[job.name].evaluates_training_rows
         steps[job.name] = job.total_steps(train.sample_order(job.batch_size, job.seed).steps_per_epoch)
         sentences += [(job.name, one) for one in data_warnings(job, train.rows, steps[job.name], seen)]
     of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
@@ -176,9 +176,9 @@ def draw_samples(
     parts: list[RenderableType] = [Rule(Text(", ".join(collapse_trials(group.jobs, sweeps))))]
     for row in range(min(rows, train.rows)):
         panels = []
-        for side in range(train.together):
-            i = row * train.together + side
-            name = f"sample {row + 1}" if train.together == 1 else f"pair {row + 1}, {SIDES[side]}"
+        for side in range(train.group_size):
+            i = row * train.group_size + side
+            name = f"sample {row + 1}" if train.group_size == 1 else f"pair {row + 1}, {SIDES[side]}"
             if train.desirable is not None:
                 name = f"sample {row + 1}, {'desirable' if train.desirable[i] else 'undesirable'}"
             between = f", between {' and '.join(MARKS)}" if uses_marks else ""
@@ -233,7 +233,7 @@ def escape_controls(text: str) -> str:
 
 def summary(name: str, samples: Samples) -> str:
     tokens, taught = int(samples.lengths.sum()), int(samples.supervised.sum())
-    counted = f"{samples.rows:,} pairs" if samples.together == 2 else f"{len(samples):,} samples"
+    counted = f"{samples.rows:,} pairs" if samples.group_size == 2 else f"{len(samples):,} samples"
     return (
         f"{name}: {counted}, {tokens:,} tokens, {taught:,} supervised "
         f"({taught / tokens:.0%}), longest {int(samples.lengths.max()):,}"

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from weftune.base.spec import BaseSpec
-from weftune.cli.early import check_device, refuse_base
+from weftune.cli.early import check_device, refuse_missing_base
 from weftune.core.shapes import ModelShape
 from weftune.errors import OutputError, UserError
 from weftune.plan.cost.profile import Profile, check_writable, profile_folder, profile_path, write_profile
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def make_profile(base: str, device_name: str | None, output: Path | None) -> None:
     check_device(device_name)
-    refuse_base(BaseSpec(model=base))
+    refuse_missing_base(BaseSpec(model=base))
 
     from weftune.base.load import inspect, select_device
     from weftune.run.measure.memory import bytes_before_base

@@ -23,7 +23,7 @@ from weftune.cli.early import (
     MemoryOption,
     check_device,
     parse_bytes,
-    refuse_base,
+    refuse_missing_base,
     store_folder,
 )
 from weftune.errors import MissingPackage, UserError
@@ -104,7 +104,7 @@ def serve(
         announce=None if announce is None else parse_announce_url(announce),
         metrics=read_metrics(metric or []),
     )
-    refuse_base(settings.base)
+    refuse_missing_base(settings.base)
     refuse_other_base(settings)
     refuse_taken_port(host, port)
     claim_store(settings)
@@ -129,7 +129,7 @@ def refuse_missing_packages() -> None:
 
 
 def read_base(text: str) -> BaseSpec:
-    """Return the base that the option names: its name, or its keys as in a jobs file."""
+    """Return the base that `text` describes: by its name, or by its keys as in a jobs file."""
     from weftune.jobs.spec.read import parse_base
 
     values = text

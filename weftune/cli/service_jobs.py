@@ -1,4 +1,4 @@
-"""The verbs of `weftune jobs` for the jobs of a service."""
+"""The subcommands of `weftune jobs` for the jobs of a service."""
 
 from __future__ import annotations
 

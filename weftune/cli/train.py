@@ -121,7 +121,8 @@ def _refuse_without_resume(
 
 
 def _read_run(jobs: Path, output: Path | None, options: Options) -> RunSpec:
-    """Read the jobs file, and raise all mistakes that can be found without importing torch."""
+    """Read a jobs file, and raise one error that lists everything invalid that can be found without importing
+    torch."""
     from weftune.jobs.store.inbox import added_runs
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.record import proposed_trials
@@ -152,9 +153,9 @@ def _train_locally(
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
     `arguments` is the command line of a worker without the numbers of processes. `extra_arguments` are
     added to it at the first start only."""
-    from weftune.launch.choice import is_division_free
+    from weftune.launch.choice import planner_chooses_division
 
-    if is_division_free(options):
+    if planner_chooses_division(options):
         options = _choose_processes(run, options, max_steps)
     devices: Sequence[str] = ()
     if options.starts_processes:

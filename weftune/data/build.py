@@ -1,5 +1,5 @@
-"""Building of a store from a table: the format is detected, every row is checked, and the samples are
-tokenised into the cache."""
+"""Building of a table's store of tokenised samples: the format is detected, every row is checked, and the
+samples are tokenised into the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.cache import SampleStore, StoreWriter, Tally, open_store
-from weftune.data.formats import Content, Sample, check_trainable, detect_format, normalise, rename_columns
+from weftune.data.formats import (
+    Content,
+    Sample,
+    check_trainable,
+    detect_format,
+    normalise_row,
+    rename_columns,
+)
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row_from_json, row_hash
 from weftune.data.spec import DataSpec, Format, RowKind
 from weftune.data.tokenise import Rules, Tokeniser
@@ -23,7 +30,8 @@ from weftune.data.workers import get_workers, have_workers_answered, worker_coun
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Version of the cache. It must be increased when equal rows produce different samples than before."""
+"""Version of the cached samples. It must be increased when equal rows produce different samples than
+before."""
 MAX_SHOWN_ROWS = 20
 MAX_SHOWN_LOCATIONS = 3
 MAX_KEPT_REASONS = 5
@@ -52,14 +60,16 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
     return hashlib.blake2b(json.dumps(choices).encode(), digest_size=16).hexdigest()
 
 
-def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> SampleStore:
-    """Return the table's store, from the cache if the cache holds it completely."""
+def build_store(
+    table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None
+) -> SampleStore:
+    """Return the store of a table's tokenised samples, from the cache if the cache holds it completely."""
     format = find_format(table, rules.spec, rules.row_kind)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
     if store is None:
         if not rules.spec.skip_bad_rows:
-            check(table, format, rules.spec)
+            check_all_rows(table, format, rules.spec)
         _write_store(table, format, rules, cache / key, progress)
         store = open_store(cache / key)
         if store is None:
@@ -98,7 +108,7 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
     raise DataError(Mistake(table.label, "the dataset is empty"))
 
 
-def check(table: Table, format: Format, spec: DataSpec) -> None:
+def check_all_rows(table: Table, format: Format, spec: DataSpec) -> None:
     """Check every row before the first one is tokenised. Raise DataError if there are invalid rows."""
     bad = _BadRowReport()
     for row in _rows_within_limit(table, spec):
@@ -116,7 +126,7 @@ def _rows_within_limit(table: Table, spec: DataSpec) -> Iterator[Row]:
 def _read_content(row: Row, format: Format, spec: DataSpec) -> Content:
     if row.problem is not None:
         raise BadRow(row.problem)
-    return normalise(row.value, format, spec)
+    return normalise_row(row.value, format, spec)
 
 
 class _SimilarRows:
@@ -150,38 +160,38 @@ class _BadRowReport:
     common reason, and counts the others."""
 
     def __init__(self) -> None:
-        self._found: list[_SimilarRows] = []
-        self._common: dict[str, _SimilarRows] = {}
+        self._problems: list[_SimilarRows] = []
+        self._common_problems: dict[str, _SimilarRows] = {}
         self.more = 0
 
     @property
     def is_full(self) -> bool:
-        return len(self._found) - len(self._common) == MAX_SHOWN_ROWS
+        return len(self._problems) - len(self._common_problems) == MAX_SHOWN_ROWS
 
     def add(self, location: str, problem: BadRow) -> None:
         is_common = isinstance(problem, CommonBadRow)
-        alike = self._common.get(problem.kind) if isinstance(problem, CommonBadRow) else None
+        alike = self._common_problems.get(problem.kind) if isinstance(problem, CommonBadRow) else None
         if alike is None:
             if not is_common and self.is_full:
                 self.more += 1
                 return
             alike = _SimilarRows(problem)
-            self._found.append(alike)
+            self._problems.append(alike)
             if isinstance(problem, CommonBadRow):
-                self._common[problem.kind] = alike
+                self._common_problems[problem.kind] = alike
         alike.add(location, problem)
 
     def raise_bad_rows(self, remainder: str = "") -> None:
         """Raise DataError if there are invalid rows."""
-        if not self._found:
+        if not self._problems:
             return
         remainder = f"and {self.more} more" if self.more else remainder
-        mistakes = [alike.message(includes_remedy=True) for alike in self._found]
+        mistakes = [alike.message(includes_remedy=True) for alike in self._problems]
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
         """Return at most `count` sentences about invalid rows, and the number of rows that they cover."""
-        first = self._found[:count]
+        first = self._problems[:count]
         return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 
 
@@ -259,7 +269,7 @@ class TokenisedChunk:
 
 
 def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedChunk:
-    """Tokenise one chunk of rows; called in this process or in a worker."""
+    """Tokenise one chunk of rows. The function is called in the main process or in a worker process."""
     rules, format = shared
     tally = Tally(rows=len(rows))
     good: list[tuple[int, Content]] = []

@@ -33,8 +33,8 @@ ARRAYS = {
     "rows": "<u8",
     "desirable": "|b1",
 }
-"""Maps each file to its dtype. Tokens and masks are concatenated; all other files have one value per
-sample."""
+"""Maps each file name of a store to the dtype of its values. Tokens and masks of all samples are
+concatenated; all other files have one value per sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
 STALE_AFTER_SECONDS = 24 * 3600
@@ -57,7 +57,7 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows that the sentences in `reasons` cover."""
+    """Number of skipped rows whose reasons are listed in `reasons`."""
 
     def add(self, other_tally: Tally) -> None:
         """Add the counts of `other_tally`; the caller merges the reasons."""
@@ -122,7 +122,8 @@ class SampleStore:
 
 
 def open_store(folder: Path) -> SampleStore | None:
-    """Return the store, or None if it does not exist or any byte differs from what was written."""
+    """Return the store of tokenised samples in `folder`. None if it does not exist or any byte differs from
+    what was written."""
     try:
         meta = json.loads((folder / META).read_bytes())
         body = meta["body"]
@@ -156,7 +157,8 @@ def _checksum(path: Path) -> int:
 
 
 class StoreWriter:
-    """Appends samples to files in a temporary folder; `commit` renames it to its final name."""
+    """A writer that appends samples to the files of a store in a temporary folder, which `commit` renames to
+    its final name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -185,7 +187,7 @@ class StoreWriter:
         shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Append samples. `arrays` maps each file name to the values to append."""
+        """Append samples to the store. `arrays` maps each file name to the values to append."""
         for name, dtype in ARRAYS.items():
             data = np.asarray(arrays[name], dtype=dtype).tobytes()
             self._checksums[name] = zlib.crc32(data, self._checksums[name])

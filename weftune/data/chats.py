@@ -36,7 +36,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of one sample, rendered from a chat. A chat has several if each of its turns becomes a
+    """The text of one sample, rendered from a chat. A chat has several texts if each of its turns becomes a
     sample."""
 
     text: str
@@ -153,7 +153,8 @@ def _replace_null(message: Message) -> Message:
 
 
 def _text_for_arguments(message: Message) -> Message:
-    """Convert the arguments of calls to JSON text, as OpenAI writes them. Most templates expect an object."""
+    """Convert the arguments of tool calls from objects to JSON strings, as in OpenAI's API, for templates
+    that do not print objects."""
 
     def with_arguments_as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function")

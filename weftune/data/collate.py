@@ -80,9 +80,11 @@ def _references(parts: Sequence[Part]) -> torch.Tensor | None:
 def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
     """Return the number of answer tokens of each sample, which is 0 for samples outside pairs. The tuple is
     empty if there are no pairs."""
-    if all(part.samples.together == 1 for part in parts):
+    if all(part.samples.group_size == 1 for part in parts):
         return ()
-    return tuple(part.samples.answer_tokens(part.index) if part.samples.together > 1 else 0 for part in parts)
+    return tuple(
+        part.samples.answer_tokens(part.index) if part.samples.group_size > 1 else 0 for part in parts
+    )
 
 
 def _sample_labels(parts: Sequence[Part]) -> tuple[bool, ...]:

@@ -75,27 +75,27 @@ class Encoder:
         ]
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return the tokens of users' texts, each tokenised as the beginning of a sample."""
         # Without offsets, which would take longer than the tokens.
         parts = self._reset_tokenizer(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
-    def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Tokenise texts that are appended to other texts, so that the tokenizer adds no leading space."""
         if not self._prefixes:
-            return self.texts(texts)
+            return self.encode_texts(texts)
         return [part.tokens for part in self._encode_continuations(texts, parse=False)]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of texts that a chat template printed."""
         return self._encode(texts, parse=True)
 
-    def pieces(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
-        """Return the tokens of a text that a template printed, split at every stand-in.
+    def encode_with_placeholders(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
+        """Return the tokens of a text that a template printed, split at every placeholder.
 
-        A stand-in is a private-use character that replaces a control token in a user's text. It is tokenised
-        as the plain text of that control token.
+        A placeholder is a private-use character that replaces a control token in a user's text. It is
+        tokenised as the plain text of that control token.
         """
         if not text:
             return _to_encoded([], [])

@@ -97,7 +97,7 @@ class Sample:
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
     desirable: bool = True
-    """Label of a labelled answer."""
+    """Whether the sample's answer is labelled desirable. True for data without labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def check_trainable(format: Format, label: str, row_kind: RowKind) -> None:
     raise DataError(Mistake(label, sentence))
 
 
-def normalise(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
+def normalise_row(value: Mapping[str, Any], format: Format, spec: DataSpec) -> Content:
     """Check a row and convert it to a chat, text, pair, labelled answer or tokenised sample. Raise BadRow if
     it is invalid."""
     row = rename_columns(value, spec.columns)

@@ -72,12 +72,12 @@ def read_lines(path: Path, label: str) -> Iterator[Row]:
                     pass
                 yield Row(location, {}, f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
             elif line.strip():
-                yield _parse_line(line, location, first=number == 1)
+                yield _parse_line(line, location, is_first_line=number == 1)
 
 
-def _parse_line(line: bytes, location: str, first: bool) -> Row:
+def _parse_line(line: bytes, location: str, is_first_line: bool) -> Row:
     try:
-        text = line.decode("utf-8-sig" if first else "utf-8")
+        text = line.decode("utf-8-sig" if is_first_line else "utf-8")
     except UnicodeDecodeError:
         return Row(location, {}, "the line is not valid UTF-8")
     try:

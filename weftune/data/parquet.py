@@ -28,8 +28,8 @@ SECONDS_PER_BYTE = 1e-7
 VALUE_BYTES = 16
 
 
-def batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
-    """Yield batches of a limited number of rows, which is smaller if the file states that its values can be
+def read_batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the rows of a file in batches, which are smaller if the file states that its values can be
     long."""
     import pyarrow.parquet
 
@@ -49,7 +49,7 @@ def refuse_expansion(path: Path, label: str) -> None:
 def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
     """Check a file. The result is cached until the file changes, since rows are read several times."""
     try:
-        if _row_count_bound(path) <= HARMLESS_BYTES:
+        if _max_uncompressed_bytes(path) <= HARMLESS_BYTES:
             return
         seconds = MAX_SECONDS + size * SECONDS_PER_BYTE
         run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MAX_EXPANSION * size), seconds=seconds)
@@ -68,7 +68,7 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
     total = 0
     try:
-        for batch in batches(Path(path), memory_mapped=True):
+        for batch in read_batches(Path(path), memory_mapped=True):
             total += batch.nbytes
             if total > max_bytes:
                 size, limit = Path(path).stat().st_size, max_bytes >> 20
@@ -84,9 +84,9 @@ def count_bytes(path: str, max_bytes: int) -> int:
     return total
 
 
-def _row_count_bound(path: Path) -> int:
-    """Return an upper bound on the uncompressed bytes, computed as if each value were as long as its whole
-    column."""
+def _max_uncompressed_bytes(path: Path) -> int:
+    """Return an upper bound on the uncompressed bytes of a file, computed as if each value were as long as
+    its whole column."""
     import pyarrow
     import pyarrow.parquet
 

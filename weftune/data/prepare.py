@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.build import build, check, find_format, store_key
+from weftune.data.build import build_store, check_all_rows, find_format, store_key
 from weftune.data.cache import META, SampleStore
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
 from weftune.data.row import Table
-from weftune.data.samples import SampleOrder, Samples, Share
+from weftune.data.samples import SampleOrder, Samples, StoreRows
 from weftune.data.spec import DataSpec, EvalSpec, RowKind, Source
 from weftune.data.tables import open_path, open_rows
 from weftune.data.template import Template, template_source
@@ -44,7 +44,7 @@ class Prepared:
     evaluation: Samples | None
     notes: tuple[str, ...]
     """Sentences for the user, for example about skipped rows."""
-    evaluates_trained: bool = False
+    evaluates_training_rows: bool = False
     """Whether every evaluation row is also a training row."""
 
     def supervise_prompts(self) -> Prepared:
@@ -57,15 +57,15 @@ class Prepared:
         held_out = None if self.evaluation is None else self.evaluation.remove_targets()
         return replace(self, train=self.train.remove_targets(), evaluation=held_out)
 
-    def add_mismatched(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
+    def add_mismatched_samples(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
         """Return the samples together with mismatched ones for KTO, which are prompts with the answers of
         other samples in the same batch. Batches of training rows are those of the first epoch; held-out rows
         are taken in their own order."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
-            held_out = held_out.add_mismatched(np.arange(len(held_out)), batch_size, max_tokens)
-        train = self.train.add_mismatched(rows, batch_size, max_tokens)
+            held_out = held_out.add_mismatched_samples(np.arange(len(held_out)), batch_size, max_tokens)
+        train = self.train.add_mismatched_samples(rows, batch_size, max_tokens)
         return replace(self, train=train, evaluation=held_out)
 
     def add_prefix(self, rows: int, keys: int) -> Prepared:
@@ -96,7 +96,8 @@ class SharedData:
     """
 
     def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
-        """`tokenizer` is a transformers tokenizer or an `Encoder`."""
+        """Create the data of many jobs, none of which is read yet. `tokenizer` is a transformers tokenizer or
+        an `Encoder`."""
         self.encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
@@ -156,12 +157,12 @@ class SharedData:
         if not held_out:
             return Prepared(train, None, notes)
         rows = np.concatenate([store.rows for store in trained])
-        evaluates_trained = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
+        evaluates_training_rows = all(bool(np.isin(store.rows, rows).all()) for store in held_out)
         evaluated = _select_all_rows(held_out, [1.0] * len(held_out), row_kind)
-        return Prepared(train, evaluated, notes, evaluates_trained)
+        return Prepared(train, evaluated, notes, evaluates_training_rows)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
-        """Return the rules by which a job's rows are converted to samples."""
+        """Return the settings by which a job's rows are converted to samples."""
         encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (
@@ -204,7 +205,7 @@ def check_rows(
             table = open_path(str(path), None, _source_label(Source(path=str(path)), names))
             format = find_format(table, data, row_kind)
             if not data.skip_bad_rows:
-                check(table, format, data)
+                check_all_rows(table, format, data)
         except DataError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -287,7 +288,7 @@ def _build_stores(
         before = sum(store.tally.rows for store in stores)
         counted = None if progress is None else (lambda rows, before=before: progress(before + rows))
         try:
-            stores.append(build(table, rules, cache, counted))
+            stores.append(build_store(table, rules, cache, counted))
         except DataError as problem:
             mistakes += problem.mistakes
     if mistakes:
@@ -302,17 +303,17 @@ def _fingerprint(*identity: object) -> str:
 def _select_all_rows(
     sample_stores: Sequence[SampleStore], weights: Sequence[float], row_kind: RowKind
 ) -> Samples:
-    shares = [
-        Share(store, np.arange(len(store.lengths)), weight)
+    selections = [
+        StoreRows(store, np.arange(len(store.lengths)), weight)
         for store, weight in zip(sample_stores, weights, strict=True)
     ]
     return _make_samples(
-        shares, _fingerprint([store.key for store in sample_stores], list(weights)), row_kind
+        selections, _fingerprint([store.key for store in sample_stores], list(weights)), row_kind
     )
 
 
-def _make_samples(shares: Sequence[Share], fingerprint: str, row_kind: RowKind) -> Samples:
-    return Samples(shares, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
+def _make_samples(selections: Sequence[StoreRows], fingerprint: str, row_kind: RowKind) -> Samples:
+    return Samples(selections, fingerprint, 2 if row_kind == "pairs" else 1, row_kind == "labelled")
 
 
 def _split_rows(
@@ -324,11 +325,11 @@ def _split_rows(
     identity = [[store.key for store in sample_stores], list(weights), fraction]
 
     def select_rows(held_out: bool, name: str) -> Samples:
-        shares = []
+        selections = []
         for store, weight in zip(sample_stores, weights, strict=True):
             chosen = np.flatnonzero((store.rows <= border) == held_out)
-            shares.append(Share(store, chosen, 1.0 if held_out else weight))
-        return _make_samples(shares, _fingerprint(*identity, name), row_kind)
+            selections.append(StoreRows(store, chosen, 1.0 if held_out else weight))
+        return _make_samples(selections, _fingerprint(*identity, name), row_kind)
 
     return select_rows(False, "train"), select_rows(True, "evaluation")
 

@@ -39,7 +39,8 @@ def read_references(path: Path, key: str, count: int) -> NDArray[np.float64] | N
 
 
 def write_references(path: Path, key: str, numbers: Iterable[float]) -> None:
-    """Replace the file. Raise OutputError if it cannot be written."""
+    """Write reference log-probabilities to `path`, replacing the file as a whole. Raise OutputError if it
+    cannot be written."""
     body = np.asarray(numbers, dtype="<f8").tobytes()
     header = json.dumps({"key": key, "checksum": zlib.crc32(body)}).encode()
     # Several processes may write the same file.

@@ -23,7 +23,7 @@ class CommonBadRow(BadRow):
     def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
         super().__init__(sentence)
         self.kind = kind
-        """Kind of problem. Rows of one kind are reported together."""
+        """Kind of problem. Rows with the same kind of problem are reported together."""
         self.remedy = remedy
         """Advice for the user, in which `{needed_tokens}` is replaced by the maximum over the rows."""
         self.needed_tokens = needed_tokens
@@ -76,8 +76,8 @@ def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether `value`, which was parsed from `text`, is nested too deeply. It is not searched if the
-    text has few brackets."""
+    """Return whether `value`, which was parsed from `text`, is nested too deeply. To save time, the value is
+    not searched if the text has few brackets."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeply(value)
 
 

@@ -16,7 +16,7 @@ from weftune.data.cache import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StoreRows:
     """The selected samples of one store, and how often each is shown per epoch."""
 
     store: SampleStore
@@ -28,17 +28,17 @@ class Samples:
     """The training or evaluation samples of one job, from several stores if the data is a mixture."""
 
     def __init__(
-        self, shares: Sequence[Share], fingerprint: str, group_size: int = 1, has_labels: bool = False
+        self, selections: Sequence[StoreRows], fingerprint: str, group_size: int = 1, has_labels: bool = False
     ) -> None:
-        """Combine the samples of `shares`. `has_labels` says whether the samples are answers with a label."""
+        """Combine the samples of `selections`. `has_labels` says whether they are answers with a label."""
         self.fingerprint = fingerprint
-        self.together = group_size
+        self.group_size = group_size
         """Number of consecutive samples that are made from one row: 2 for preference pairs, otherwise 1."""
         self.has_targets = True
         """Whether the tokens of answers are supervised."""
         self.supervises_prompts = False
         """Whether the first sample of each pair is supervised from its first token."""
-        self.before = 0
+        self.rows_before = 0
         """Number of virtual tokens that the adapter inserts before every sample. They count towards its
         length."""
         self.first_position = 0
@@ -50,25 +50,31 @@ class Samples:
         self.desirable: NDArray[np.bool_] | None = None
         """Label of each sample. None unless the samples are labelled answers."""
         if has_labels:
-            self.desirable = np.concatenate([_sample_labels(share) for share in shares])
-        self.mismatched: Samples | None = None
+            self.desirable = np.concatenate([_sample_labels(selection) for selection in selections])
+        self.mismatched_samples: Samples | None = None
         """For each sample, its prompt with another sample's answer. None if the job does not need them."""
         self._partners: NDArray[np.int64] | None = None
         """For each sample, the index of the sample whose answer it has. None if all samples have their own
         answers."""
-        self.lengths = np.concatenate([share.store.lengths[share.row_indices] for share in shares])
+        self.lengths = np.concatenate(
+            [selection.store.lengths[selection.row_indices] for selection in selections]
+        )
         self._stored_lengths = self.lengths
-        self.supervised = np.concatenate([share.store.supervised[share.row_indices] for share in shares])
+        self.supervised = np.concatenate(
+            [selection.store.supervised[selection.row_indices] for selection in selections]
+        )
         self.weights: NDArray[np.float64] | None = None
-        if any(share.weight != 1 for share in shares):
-            self.weights = np.concatenate([np.full(len(share.row_indices), share.weight) for share in shares])
-        self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
-        self._rows = [(share.store.rows, share.row_indices) for share in shares]
-        # First index of each share's samples, and offset of each sample's tokens in its store.
-        self._firsts = list(accumulate((len(share.row_indices) for share in shares), initial=0))
+        if any(selection.weight != 1 for selection in selections):
+            self.weights = np.concatenate(
+                [np.full(len(selection.row_indices), selection.weight) for selection in selections]
+            )
+        self._arrays = [(selection.store.tokens, selection.store.mask) for selection in selections]
+        self._rows = [(selection.store.rows, selection.row_indices) for selection in selections]
+        # First index of each selection's samples, and offset of each sample's tokens in its store.
+        self._firsts = list(accumulate((len(selection.row_indices) for selection in selections), initial=0))
         self._begins = [
-            np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.row_indices]
-            for share in shares
+            np.concatenate([[0], np.cumsum(selection.store.lengths, dtype=np.int64)])[selection.row_indices]
+            for selection in selections
         ]
 
     def __len__(self) -> int:
@@ -76,8 +82,8 @@ class Samples:
 
     @property
     def rows(self) -> int:
-        """Number of rows: samples, or pairs."""
-        return len(self) // self.together
+        """Number of rows of the data, each of which is one sample or a pair of samples."""
+        return len(self) // self.group_size
 
     def row_hashes(self) -> NDArray[np.uint64]:
         """Return, for every sample, the `row_hash` of the row from which it was made."""
@@ -85,13 +91,13 @@ class Samples:
 
     def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
         """Return the order of training, with `batch_size` rows per global batch."""
-        weights = None if self.weights is None else self.weights[:: self.together]
-        return SampleOrder(self.rows, batch_size, seed, weights, self.together)
+        weights = None if self.weights is None else self.weights[:: self.group_size]
+        return SampleOrder(self.rows, batch_size, seed, weights, self.group_size)
 
     def supervise_prompts(self) -> Samples:
         """Return the pairs with the prompts of chosen samples supervised too."""
-        assert self.together == 2
-        assert self.before == 0
+        assert self.group_size == 2
+        assert self.rows_before == 0
         changed = copy.copy(self)
         changed.supervises_prompts, changed.supervised = True, self.supervised.copy()
         changed.supervised[0::2] = self.lengths[0::2] - 1
@@ -103,12 +109,12 @@ class Samples:
         changed.has_targets, changed.supervised = False, np.zeros_like(self.supervised)
         return changed
 
-    def add_mismatched(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
-        """Return the samples with the field `mismatched` filled in, as in TRL: among every `batch_size`
+    def add_mismatched_samples(self, rows: NDArray[np.int64], batch_size: int, max_tokens: int) -> Samples:
+        """Return the samples with the field `mismatched_samples` set, as in TRL: among every `batch_size`
         consecutive samples of `rows`, each prompt gets the previous sample's answer, and the first prompt
         gets the last one's. A sample has at most `max_tokens` tokens."""
-        assert self.together == 1
-        assert self.before == 0
+        assert self.group_size == 1
+        assert self.rows_before == 0
         partners = np.arange(len(self))
         for start in range(0, len(rows), batch_size):
             own = rows[start : start + batch_size]
@@ -121,7 +127,7 @@ class Samples:
         other._partners = partners
         digest = hashlib.blake2b(partners.tobytes(), digest_size=16).hexdigest()
         other.fingerprint = f"{self.fingerprint}-{digest}-{max_tokens}"
-        paired.mismatched = other
+        paired.mismatched_samples = other
         return paired
 
     def answer_tokens(self, index: int) -> int:
@@ -135,11 +141,11 @@ class Samples:
             return self
         moved = copy.copy(self)
         moved.first_position = keys
-        if self.mismatched is not None:
-            moved.mismatched = self.mismatched.add_prefix(rows, keys)
+        if self.mismatched_samples is not None:
+            moved.mismatched_samples = self.mismatched_samples.add_prefix(rows, keys)
         if rows == 0:
             return moved
-        moved.before, moved.lengths = rows, self.lengths + rows
+        moved.rows_before, moved.lengths = rows, self.lengths + rows
         first = self._starts_with_answer()
         if self.supervises_prompts:
             first[0::2] = True
@@ -154,7 +160,7 @@ class Samples:
     @property
     def parts(self) -> tuple[Samples, ...]:
         """The samples, followed by any prompts with other samples' answers."""
-        return (self,) if self.mismatched is None else (self, self.mismatched)
+        return (self,) if self.mismatched_samples is None else (self, self.mismatched_samples)
 
     def with_references(self, references: NDArray[np.float64]) -> Samples:
         """Return the samples with their reference log-probabilities. In `references`, prompts with other
@@ -162,22 +168,22 @@ class Samples:
         assert len(references) == sum(map(len, self.parts))
         scored, border = copy.copy(self), len(self)
         scored.references = references[:border]
-        if self.mismatched is not None:
-            scored.mismatched = self.mismatched.with_references(references[border:])
+        if self.mismatched_samples is not None:
+            scored.mismatched_samples = self.mismatched_samples.with_references(references[border:])
         return scored
 
-    def largest_batch(self, size: int) -> int:
+    def max_batch_tokens(self, size: int) -> int:
         """Return the maximum number of tokens that a batch of `size` rows can have."""
         lengths = np.sort(self._row_lengths())[::-1]
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
 
     @property
-    def longest_sample(self) -> int:
+    def longest_row_tokens(self) -> int:
         """Maximum number of tokens that must share a microbatch: the length of the longest sample or pair."""
         return int(self._row_lengths().max())
 
     def _row_lengths(self) -> NDArray[np.int64]:
-        return self.lengths.reshape(-1, self.together).sum(axis=1)
+        return self.lengths.reshape(-1, self.group_size).sum(axis=1)
 
     def tokens(self, index: int) -> NDArray[np.int32]:
         return self.tokens_and_mask(index)[0]
@@ -191,7 +197,9 @@ class Samples:
         tokens, mask = self._stored_row(index)
         if self._partners is not None:
             other, other_mask = self._stored_row(int(self._partners[index]))
-            tokens = np.concatenate([tokens[~mask], other[other_mask]])[: self.lengths[index] - self.before]
+            tokens = np.concatenate([tokens[~mask], other[other_mask]])[
+                : self.lengths[index] - self.rows_before
+            ]
             return tokens, np.arange(len(tokens)) >= len(mask) - mask.sum()
         if not self.has_targets:
             return tokens, np.zeros_like(mask)
@@ -200,16 +208,16 @@ class Samples:
     def _stored_row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        share = bisect_right(self._firsts, index) - 1
-        begin = int(self._begins[share][index - self._firsts[share]])
+        selection = bisect_right(self._firsts, index) - 1
+        begin = int(self._begins[selection][index - self._firsts[selection]])
         rows = slice(begin, begin + int(self._stored_lengths[index]))
-        tokens, mask = self._arrays[share]
+        tokens, mask = self._arrays[selection]
         return tokens[rows], mask[rows]
 
 
-def _sample_labels(share: Share) -> NDArray[np.bool_]:
-    assert share.store.desirable is not None
-    return share.store.desirable[share.row_indices]
+def _sample_labels(selection: StoreRows) -> NDArray[np.bool_]:
+    assert selection.store.desirable is not None
+    return selection.store.desirable[selection.row_indices]
 
 
 class SampleOrder:
@@ -242,7 +250,7 @@ class SampleOrder:
         self._per_epoch = len(self._always_shown) + sum(share for _, share in self._sampling_cycles)
         assert self._per_epoch > 0
         self.steps_per_epoch = -(-self._per_epoch // batch_size)
-        self._latest: tuple[int, NDArray[np.int64]] | None = None
+        self._latest_epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the samples of global batch `step`, counted from 1."""
@@ -262,14 +270,14 @@ class SampleOrder:
 
     def rows_of_epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the rows of an epoch, counted from 0, in order."""
-        latest = self._latest  # two threads may request two epochs at once
+        latest = self._latest_epoch  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
             drawn = [self._always_shown]
             for circle, share in self._sampling_cycles:
                 drawn.append(circle[(epoch * share + np.arange(share)) % len(circle)])
             everything = np.concatenate(drawn)
             latest = epoch, everything[_permutation(len(everything), self._seed, 1, epoch)]
-            self._latest = latest
+            self._latest_epoch = latest
         return latest[1]
 
 

@@ -1,4 +1,5 @@
-"""The records of a job's keys `data` and `eval`. This module imports neither tokenizers nor torch."""
+"""The dataclasses for the keys `data` and `eval` of a job. This module imports neither tokenizers nor
+torch."""
 
 from __future__ import annotations
 
@@ -101,5 +102,5 @@ class EvalSpec:
 
     @property
     def metric_name(self) -> str | None:
-        """Name of the metric in records, without the prefix `eval_`."""
+        """Name of the metric of answers in recorded evaluations, without the prefix `eval_`."""
         return None if self.metric is None else self.metric.rpartition(":")[2]

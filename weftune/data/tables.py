@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from weftune.core.hub import absence_reason
 from weftune.data.json_rows import read_json, read_lines
-from weftune.data.parquet import batches, refuse_expansion
+from weftune.data.parquet import read_batches, refuse_expansion
 from weftune.data.row import TOO_DEEP, Row, Table, canonical_json, is_nested_deeply, to_row
 from weftune.errors import DataError, Mistake
 
@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 256
 MAX_LINE_LENGTH = 16 * 2**20
 """Maximum number of characters in a line or a field of CSV."""
 SKIPPED_AT_ONCE = 2**16
-"""Number of characters read at once of a line that is too long."""
+"""Number of characters per read while the rest of a line that is too long is skipped."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -61,7 +61,8 @@ def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
 
 
 class _Lines:
-    """The lines of a file, each read up to the maximum length only."""
+    """An iterator over the lines of a CSV file that never holds more than `MAX_LINE_LENGTH` characters of a
+    line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -90,7 +91,7 @@ def read_parquet(path: Path, label: str) -> Iterator[Row]:
     number = 0
     refuse_expansion(path, label)
     try:
-        for batch in batches(path):
+        for batch in read_batches(path):
             for value in batch.to_pylist():
                 number += 1
                 yield _drop_missing_values(f"{label}:{number}", value)

@@ -113,7 +113,7 @@ _REFUSED_TEMPLATES: dict[str, str] = {}
 
 @lru_cache(maxsize=8)
 def _template_facts(source: str, special_tokens: str) -> Any:
-    return _run(facts, source, special_tokens)
+    return _run(template_properties, source, special_tokens)
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
@@ -258,8 +258,8 @@ def compile_template(source: str, special_tokens: str) -> SandboxedTemplate:
     return SandboxedTemplate(source, json.loads(special_tokens))
 
 
-def facts(source: str, special_tokens: str) -> dict[str, bool]:
-    """Return the properties of a template that are needed before rendering any row."""
+def template_properties(source: str, special_tokens: str) -> dict[str, bool]:
+    """Return a dict with the properties of a template that are needed before any row is rendered."""
     return {"prints_tools": compile_template(source, special_tokens).prints_tools}
 
 
@@ -285,8 +285,8 @@ def render_one(
 def render_rows(
     source: str, special_tokens: str, chats: Sequence[Chat], end_strings: Collection[str] | None
 ) -> list[list[dict[str, Any]] | dict[str, Any]]:
-    """Return the samples of each chat, or a dict with the reason of a failure as `bad`. See
-    `render_chats`."""
+    """Return, for each chat, its rendered samples as dicts or, if the chat is refused, a dict with the reason
+    under the key `bad`."""
     template, check = compile_template(source, special_tokens), print_check(source, special_tokens)
     replies: list[list[dict[str, Any]] | dict[str, Any]] = []
     for chat in chats:

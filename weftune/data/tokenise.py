@@ -115,9 +115,9 @@ class Tokeniser:
             raise DataError(
                 "the base's tokenizer has no end-of-text token, which text and completion rows end with"
             )
-        heads = encoder.texts([content.text for content in contents])
+        heads = encoder.encode_texts([content.text for content in contents])
         tails = iter(
-            encoder.continuations([one.completion for one in contents if one.completion is not None])
+            encoder.encode_continuations([one.completion for one in contents if one.completion is not None])
         )
         lead = np.array(encoder.prefix_tokens, dtype=np.int32)
         end = np.array([encoder.eos], dtype=np.int32)
@@ -148,7 +148,7 @@ class Tokeniser:
         if encoder.eos is None:
             raise DataError("the base's tokenizer has no end-of-text token, which answers end with")
         texts = [(side.text, side.completion or "") for side in sides]
-        given, *whole = encoder.texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
+        given, *whole = encoder.encode_texts([texts[0][0], *(prompt + answer for prompt, answer in texts)])
         lead, end = np.array(encoder.prefix_tokens, np.int32), np.array([encoder.eos], np.int32)
         prompt = _unmasked_sample(np.concatenate([lead, given]))
         return [(prompt, _unmasked_sample(np.concatenate([lead, one, end]))) for one in whole]
@@ -173,7 +173,7 @@ class Tokeniser:
     def _encode_chats(self, chats: Sequence[Chat]) -> list[Outcome]:
         """Return the samples of each chat. All chats are rendered by one call to the limited process, and
         those without control tokens are tokenised in one call."""
-        hidden = [self._hide_control(chat) for chat in chats]
+        hidden = [self._hide_control_tokens(chat) for chat in chats]
         shown = [chat for chat in hidden if isinstance(chat, Chat)]
         plain = self._render(self._rules.template, [chat for chat in shown if chat.tools is None])
         with_tools = self._render(
@@ -201,8 +201,8 @@ class Tokeniser:
         ends = None if self._supervises_all else sorted(self._encoder.added)
         return iter(template.render_chats(chats, ends))
 
-    def _hide_control(self, chat: Chat) -> Chat | BadRow:
-        """Return the chat with its control tokens replaced by stand-ins."""
+    def _hide_control_tokens(self, chat: Chat) -> Chat | BadRow:
+        """Return the chat with each control token replaced by a placeholder, a private-use character."""
         control = self._encoder.control
         if not contains_control_token([chat.messages, chat.tools], control):
             return chat
@@ -219,7 +219,9 @@ class Tokeniser:
         it. `plain_tokens` yields the tokens of texts without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
-            encoder.pieces(one.text, chat.placeholders) if chat.placeholders else next(plain_tokens)
+            encoder.encode_with_placeholders(one.text, chat.placeholders)
+            if chat.placeholders
+            else next(plain_tokens)
             for one in row
         ]
         if chat.answer is not None:
@@ -233,9 +235,9 @@ class Tokeniser:
         tally.merged += any(
             encoder.splits_token(part, start) for one, part in samples for start, _ in one.spans or ()
         )
-        return tuple(self._supervised_mask(one, part) for one, part in samples)
+        return tuple(self._to_sample(one, part) for one, part in samples)
 
-    def _supervised_mask(self, rendered: Rendered, encoded: Encoded) -> Sample:
+    def _to_sample(self, rendered: Rendered, encoded: Encoded) -> Sample:
         mask = np.full(len(encoded.tokens), rendered.spans is None)
         for start, stop in rendered.spans or ():
             # A token that begins in the prompt and continues into the answer counts too: the answer begins
@@ -268,12 +270,12 @@ def prompt_tokens(
     is_plain_text: bool = False,
     *,
     tools: list[Any] | None = None,
-    now: bool = True,
+    uses_current_date: bool = True,
 ) -> list[int]:
     """Return the tokens of a prompt, which the tokenizer's chat template renders up to the answer. A string
     is the user's message of a chat; it is tokenised as plain text if `is_plain_text` or if the tokenizer has
-    no template. `tokenizer` may be an `Encoder`. The template sees the current date or, without `now`, the
-    date that it sees in training.
+    no template. `tokenizer` may be an `Encoder`. The template sees the current date if `uses_current_date`,
+    otherwise the fixed date that it sees in training.
 
     With a template these are the tokens of `apply_chat_template`, but control tokens in the prompt stay text.
     """
@@ -281,9 +283,9 @@ def prompt_tokens(
     source = None if is_plain_text else template_source(encoder.tokenizer, None, tools=tools is not None)
     if source is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        ids = _chat_prompt(encoder, source, messages, tools, now)
+        ids = _chat_prompt(encoder, source, messages, tools, uses_current_date)
     elif isinstance(prompt, str):
-        (tokens,) = encoder.texts([prompt])
+        (tokens,) = encoder.encode_texts([prompt])
         ids = [*encoder.prefix_tokens, *tokens.tolist()]
     else:
         raise DataError("This base has no chat template, so it takes a text and no messages.")
@@ -293,7 +295,11 @@ def prompt_tokens(
 
 
 def _chat_prompt(
-    encoder: Encoder, source: str, messages: Sequence[Message], tools: list[Any] | None, now: bool
+    encoder: Encoder,
+    source: str,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    uses_current_date: bool,
 ) -> list[int]:
     """Return the tokens of the first form of the chat that the template can print."""
     problems: list[BadRow] = []
@@ -304,10 +310,12 @@ def _chat_prompt(
     template = Template(source, encoder.tokenizer.special_tokens_map)
     for form in equivalent_chats(Chat(tuple(hidden[0]), hidden[1], ())):
         try:
-            text = template.render(form.messages, form.tools, prompt=True, uses_current_date=now)
+            text = template.render(
+                form.messages, form.tools, prompt=True, uses_current_date=uses_current_date
+            )
         except BadRow as problem:
             problems.append(problem)
         else:
-            ids: list[int] = encoder.pieces(text, placeholders).tokens.tolist()
+            ids: list[int] = encoder.encode_with_placeholders(text, placeholders).tokens.tolist()
             return ids
     raise DataError(f"This prompt cannot be put to the model: {problems[0]}.") from problems[0]

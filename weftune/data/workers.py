@@ -54,39 +54,41 @@ class Workers:
         for worker in self._all:
             self._idle.put(worker)
 
-    def start(self, function: Work, shared: Any) -> None:
+    def start(self, function: Work, shared_values: Any) -> None:
         """Start all worker processes without waiting for them, and send them the shared values. Later calls
         have no effect."""
         if not self._is_started:
             self._is_started = True
-            known = _pickle_or_empty((function.__module__, function.__qualname__, shared))
+            known = _pickle_or_empty((function.__module__, function.__qualname__, shared_values))
             for _ in range(self._count):
                 # None is not a valid item for any work: the reply is empty.
                 self._threads.submit(self._request_result, known, None)
 
-    def map_items(self, function: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def map_items(
+        self, function: Work, shared_values: Any, items: Iterable[Any]
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield each item with its result, in order; if a worker fails, `function` runs in this process."""
-        known = _pickle_or_empty((function.__module__, function.__qualname__, shared))
+        known = _pickle_or_empty((function.__module__, function.__qualname__, shared_values))
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
                 waiting.append((item, self._threads.submit(self._request_result, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
                 if len(waiting) > 2 * self._count:
-                    yield _run_item(function, shared, *waiting.popleft())
+                    yield _run_item(function, shared_values, *waiting.popleft())
             while waiting:
-                yield _run_item(function, shared, *waiting.popleft())
+                yield _run_item(function, shared_values, *waiting.popleft())
         finally:
             for _, reply in waiting:
                 reply.cancel()
 
-    def _request_result(self, shared: bytes, item: Any) -> bytes:
+    def _request_result(self, shared_values: bytes, item: Any) -> bytes:
         payload = _pickle_or_empty(item)
-        if not (shared and payload):
+        if not (shared_values and payload):
             return b""
         worker = self._idle.get()
         try:
-            return worker.request(shared, payload)
+            return worker.request(shared_values, payload)
         finally:
             self.has_answered = True
             self._idle.put(worker)
@@ -105,34 +107,34 @@ def _pickle_or_empty(value: Any) -> bytes:
         return b""
 
 
-def _run_item(function: Work, shared: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
+def _run_item(function: Work, shared_values: Any, item: Any, reply: Future[bytes]) -> tuple[Any, Any]:
     found = reply.result()
-    return item, pickle.loads(found) if found else function(shared, item)
+    return item, pickle.loads(found) if found else function(shared_values, item)
 
 
 class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent = b""
+        self._sent_digest = b""
         """Digest of the shared values last sent to the process."""
 
-    def request(self, shared: bytes, payload: bytes) -> bytes:
+    def request(self, shared_values: bytes, payload: bytes) -> bytes:
         """Return the pickled result that the process computed for an item; empty if it failed or died."""
         process = self._ensure_started()
         assert process.stdin is not None
         assert process.stdout is not None
-        digest = hashlib.blake2b(shared).digest()
+        digest = hashlib.blake2b(shared_values).digest()
         try:
-            send_bytes(process.stdin, b"" if digest == self._sent else shared)
+            send_bytes(process.stdin, b"" if digest == self._sent_digest else shared_values)
             send_bytes(process.stdin, payload)
-            self._sent = digest
+            self._sent_digest = digest
             return receive_bytes(process.stdout) or b""
         except OSError:
             return b""
 
     def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            self._sent, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
+            self._sent_digest, self._process = b"", start_server(__name__, SINGLE_CORE_ENVIRONMENT)
         return self._process
 
     def shutdown(self) -> None:

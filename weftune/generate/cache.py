@@ -59,13 +59,13 @@ class PagePool:
         self._users = [0] * pages
         self._page_by_key: dict[PageKey, int] = {}
         self._key_by_page: dict[int, PageKey] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused_pages: OrderedDict[int, None] = OrderedDict()
         """Pages with a key that no sequence uses, in the order in which they were released."""
 
     @property
     def available_pages(self) -> int:
         """Number of pages that no sequence uses."""
-        return len(self._free) + len(self._unused)
+        return len(self._free) + len(self._unused_pages)
 
     def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
         """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
@@ -75,10 +75,10 @@ class PagePool:
             if (page := self._page_by_key.get(key)) is None:
                 break
             known.append(page)
-        if count - len(known) > self.available_pages - sum(page in self._unused for page in known):
+        if count - len(known) > self.available_pages - sum(page in self._unused_pages for page in known):
             return None
         for page in known:
-            self._unused.pop(page, None)
+            self._unused_pages.pop(page, None)
             self._users[page] += 1
         return known + [self._take_page() for _ in range(count - len(known))], len(known)
 
@@ -94,7 +94,7 @@ class PagePool:
             if self._users[page]:
                 continue
             if page in self._key_by_page:
-                self._unused[page] = None
+                self._unused_pages[page] = None
             else:
                 self._free.append(page)
 
@@ -102,7 +102,7 @@ class PagePool:
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._unused.popitem(last=False)
+            page, _ = self._unused_pages.popitem(last=False)
             del self._page_by_key[self._key_by_page.pop(page)]
         self._users[page] = 1
         return page
@@ -117,7 +117,7 @@ class KeyValueShape:
 
     @property
     def value_count(self) -> int:
-        """Number of values that one row occupies."""
+        """Number of elements that the keys and values of one row have in one layer."""
         return self.keys[0] * self.keys[1] + self.values[0] * self.values[1]
 
 
@@ -144,7 +144,7 @@ class CacheProbe:
 
 
 class PagedCache:
-    """The memory of all pages: per layer one tensor of keys and one of values, [C, G, D]."""
+    """The memory of a paged KV cache: per layer one tensor of keys and one of values, [C, G, D]."""
 
     def __init__(self, probe: CacheProbe, pages: int, example: Tensor) -> None:
         self.pool = PagePool(pages)
@@ -196,8 +196,9 @@ class CachedRows:
         pack: Pack,
         read_prefixes: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
     ) -> None:
-        """`read_prefixes` returns a layer's prefix keys and values, each [P, G · D] for P prefix tokens, of
-        every adapter in the pass that has them, in the order of the sequences."""
+        """Create the view for the rows of `sequences`. `read_prefixes` returns a layer's prefix keys and
+        values, each [P, G · D] for P prefix tokens, of every adapter in the pass that has them, in the order
+        of the sequences."""
         self._layers, self._pack, self._read_prefixes = cache.layers, replace(pack, cache=None), read_prefixes
         self.states = tuple(sequence.state for sequence in sequences)
         device = pack.boundaries.device
@@ -205,19 +206,19 @@ class CachedRows:
         written = [page_rows(one.pages, one.start, one.stop) for one in sequences]
         self._written_T = to_device(torch.cat(written), device)
         is_first = [one.start == one.prefix_keys for one in sequences]
-        self._prefixed = [
+        self._prefix_rows = [
             to_device(page_rows(one.pages, 0, one.prefix_keys), device)
             for one, first in zip(sequences, is_first, strict=True)
             if first and one.prefix_keys
         ]
         """Indices of the cache rows for the prefix keys of each sequence that has prefix keys and is in its
         first pass."""
-        self._is_fresh = all(is_first) and not self._prefixed
+        self._is_fresh = all(is_first) and not self._prefix_rows
         """Whether the pass's rows attend only to one another, as in training, so that no cached row is
         read."""
-        self._read: list[Tensor] = []
+        self._read_rows: list[Tensor] = []
         if not self._is_fresh:
-            self._read = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
+            self._read_rows = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
         keys_CGD, values_CGD = self._layers[layer]
@@ -225,11 +226,11 @@ class CachedRows:
         values_CGD.index_copy_(0, self._written_T, v_TGD)
         if self._is_fresh:
             return attend_packed(q_THD, k_TGD, v_TGD, self._pack, rule)
-        if self._prefixed:
+        if self._prefix_rows:
             self._write_prefixes(keys_CGD, values_CGD, layer)
         attend_one = attend_within if rule.softcap is None else attend_within_capped
         seen = []
-        for q, rows_L in zip(q_THD.split(self._counts), self._read, strict=True):
+        for q, rows_L in zip(q_THD.split(self._counts), self._read_rows, strict=True):
             q_1HLD, k_1GLD, v_1GLD = (
                 x.transpose(0, 1)[None] for x in (q, keys_CGD[rows_L], values_CGD[rows_L])
             )
@@ -237,7 +238,7 @@ class CachedRows:
         return torch.cat(seen)
 
     def _write_prefixes(self, keys_CGD: Tensor, values_CGD: Tensor, layer: int) -> None:
-        for rows_P, (keys_PN, values_PN) in zip(self._prefixed, self._read_prefixes(layer), strict=True):
+        for rows_P, (keys_PN, values_PN) in zip(self._prefix_rows, self._read_prefixes(layer), strict=True):
             for target_CGD, before_PN in ((keys_CGD, keys_PN), (values_CGD, values_PN)):
                 target_CGD[rows_P] = before_PN.view(-1, *target_CGD.shape[1:]).to(target_CGD.dtype)
 
@@ -252,7 +253,7 @@ class DecodedRows:
         """Allocate the tensors for a number of sequences with up to `max_pages` pages each."""
         self._layers = cache.layers
         self._spare_page = cache.spare_page
-        self.written_B = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self.new_rows_B = torch.zeros(sequences, dtype=torch.int64, device=device)
         """Index of the cache row to which each sequence's new row is written."""
         self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
         """Number of rows of each sequence, including the new one."""
@@ -273,7 +274,7 @@ class DecodedRows:
             page, row = divmod(one.stop - 1, PAGE_ROWS)
             lengths[index], written[index] = one.stop, one.pages[page] * PAGE_ROWS + row
         copy_to(self.lengths_B, torch.from_numpy(lengths))
-        copy_to(self.written_B, torch.from_numpy(written))
+        copy_to(self.new_rows_B, torch.from_numpy(written))
         pages = [one.pages for one in sequences]
         # The pages of a sequence never change, so most steps have those of the step before.
         if len(pages) == len(self._pages) and all(map(operator.is_, pages, self._pages)):
@@ -286,8 +287,8 @@ class DecodedRows:
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
         keys_CGD, values_CGD = self._layers[layer]
-        keys_CGD.index_copy_(0, self.written_B, k_TGD)
-        values_CGD.index_copy_(0, self.written_B, v_TGD)
+        keys_CGD.index_copy_(0, self.new_rows_B, k_TGD)
+        values_CGD.index_copy_(0, self.new_rows_B, v_TGD)
         return paged_attention(
             q_THD,
             keys_CGD,

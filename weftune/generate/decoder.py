@@ -34,7 +34,7 @@ from weftune.generate.cache import (
     page_keys,
 )
 from weftune.generate.graphs import DecodeGraphs
-from weftune.generate.sampling import GREEDY, SampledRow, Sampling, sample
+from weftune.generate.sampling import GREEDY, SampledRow, Sampling, sample_tokens
 from weftune.ops.logprobs import target_logprobs
 from weftune.plan.program.program import Recompute
 from weftune.run.passes.adapted import AdaptedBase
@@ -67,7 +67,7 @@ class Generation:
     prefix_keys: int = 0
     """Number of keys that the adapter adds before the prompt in every layer, as in prefix tuning."""
     pages: list[int] = field(default_factory=list)
-    keys: list[PageKey] = field(default_factory=list)
+    page_keys: list[PageKey] = field(default_factory=list)
     """Keys of the prompt's full pages, by which other sequences find these pages."""
     cached_prompt_positions: int = 0
     """Number of prompt positions whose keys and values an earlier sequence had already computed and
@@ -114,7 +114,7 @@ class Decoder:
         max_positions: int | None = None,
         max_prompt_rows: int = PROMPT_ROWS,
     ) -> None:
-        """`cache_bytes` is the maximum size of the key/value cache. If `max_positions` is given, the cache
+        """Allocate the KV cache, whose maximum size is `cache_bytes`. If `max_positions` is given, the cache
         has room for no more positions than that. A pass has at most `max_prompt_rows` rows of prompts, unless
         a single prompt is longer."""
         base = adapted_base.base
@@ -136,20 +136,20 @@ class Decoder:
         self._graphs = None
         if base.device.type == "cuda" and adapted_base.can_capture and not self._cache.is_recurrent:
             self._graphs = DecodeGraphs(adapted_base, self._cache, self._head)
-        self._waiting: deque[Generation] = deque()
-        self._running: list[Generation] = []
-        self._ahead: StepAhead | None = None
+        self._waiting_sequences: deque[Generation] = deque()
+        self._running_sequences: list[Generation] = []
+        self._prepared_step: StepAhead | None = None
         """Inputs of the next decode step, used only if that step has the same sequences as the last one."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no sequence is waiting or running."""
-        return not self._waiting and not self._running
+        return not self._waiting_sequences and not self._running_sequences
 
     @property
     def is_waiting(self) -> bool:
         """Whether a sequence has not been admitted yet."""
-        return bool(self._waiting)
+        return bool(self._waiting_sequences)
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str | None = None
@@ -180,18 +180,18 @@ class Decoder:
                 f"The prompt and its answer need {new.max_positions:,} positions, and the cache has room for "
                 f"{cached_rows:,}; lower --max-tokens."
             )
-        self._waiting.append(new)
+        self._waiting_sequences.append(new)
         return new
 
     def cancel(self, generation: Generation) -> None:
         """End a sequence early, whether it is waiting or running."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-        elif generation in self._running:
+        if generation in self._waiting_sequences:
+            self._waiting_sequences.remove(generation)
+        elif generation in self._running_sequences:
             self._end_sequence(generation)
 
     def run_until_idle(self) -> None:
-        """Run until every sequence has ended."""
+        """Run passes until every sequence has ended."""
         while not self.is_idle:
             self.run_pass()
 
@@ -199,19 +199,19 @@ class Decoder:
     def run_pass(self) -> list[Generation]:
         """Run one pass, and return the sequences that got one more token from it. The list is empty if no
         sequence is waiting or running."""
-        batch = self._admit() or self._running
+        batch = self._admit() or self._running_sequences
         if not batch:
             return []
         with self._adapted.on_stream():
             logits_BV = self._next_logits(batch)
             rows = [SampledRow(one.sampling, one.prompt, one.tokens) for one in batch]
-            tokens_B, logprobs_B = sample(logits_BV, rows)
+            tokens_B, logprobs_B = sample_tokens(logits_BV, rows)
             # While the device computes.
-            ahead = self._build_next_step(batch) if batch is self._running else None
+            ahead = self._build_next_step(batch) if batch is self._running_sequences else None
             tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
         for generation, token, logprob in zip(batch, tokens, logprobs, strict=True):
             self._append_token(generation, token, logprob)
-        self._ahead = ahead
+        self._prepared_step = ahead
         continued = list(batch)
         for generation in continued:
             if generation.finish_reason is not None:
@@ -225,24 +225,26 @@ class Decoder:
         each. A running sequence therefore never lacks memory. Return the admitted sequences."""
         admitted: list[Generation] = []
         rows = 0
-        while self._waiting:
-            new = self._waiting[0]
+        while self._waiting_sequences:
+            new = self._waiting_sequences[0]
             if admitted and rows + new.positions > self._max_prompt_rows:
                 break
             if self._can_share_pages(new):
-                new.keys = page_keys(new.adapter, self._weights_version(new), new.prompt)
+                new.page_keys = page_keys(new.adapter, self._weights_version(new), new.prompt)
             # The last row of the prompt is always computed, since its logits select the first token.
-            usable = new.keys[: (len(new.prompt) - 1) // PAGE_ROWS]
+            usable = new.page_keys[: (len(new.prompt) - 1) // PAGE_ROWS]
             if (found := self._cache.pool.acquire_pages(usable, self._acquire_pages(new))) is None:
                 break
             new.pages, known = found
             new.cached_prompt_positions = known * PAGE_ROWS
             new.cached_positions = max(new.cached_prompt_positions, new.prefix_keys)
             rows += new.positions - new.cached_positions
-            admitted.append(self._waiting.popleft())
+            admitted.append(self._waiting_sequences.popleft())
         # Sequences of one adapter are neighbours, as the rows of a job are in a microbatch.
         admitted.sort(key=lambda one: one.adapter or "")
-        self._running = sorted(self._running + admitted, key=lambda one: one.adapter or "")
+        self._running_sequences = sorted(
+            self._running_sequences + admitted, key=lambda one: one.adapter or ""
+        )
         return admitted
 
     def _can_share_pages(self, generation: Generation) -> bool:
@@ -263,7 +265,7 @@ class Decoder:
 
     def _append_token(self, generation: Generation, token: int, logprob: float) -> None:
         if not generation.tokens:
-            for page, key in zip(generation.pages, generation.keys, strict=False):
+            for page, key in zip(generation.pages, generation.page_keys, strict=False):
                 self._cache.pool.publish_page(page, key)
         generation.cached_positions = generation.positions
         generation.tokens.append(token)
@@ -275,7 +277,7 @@ class Decoder:
             generation.finish_reason = "length"
 
     def _end_sequence(self, generation: Generation) -> None:
-        self._running.remove(generation)
+        self._running_sequences.remove(generation)
         self._cache.pool.release_pages(generation.pages)
         generation.pages, generation.state = [], {}
 
@@ -298,7 +300,7 @@ class Decoder:
 
     def _build_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
         """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
-        if (ahead := self._ahead) is not None and ahead.batch == batch:
+        if (ahead := self._prepared_step) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
         return self._build_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
@@ -390,8 +392,8 @@ class Decoder:
 
     @contextmanager
     def _run_whole_layers(self) -> Iterator[None]:
-        """Within the context, run each layer over all rows at once, even if training currently uses tiles of
-        rows."""
+        """Return a context manager within which each layer runs over all rows at once, even if training
+        currently uses tiles of rows."""
         layers = self._adapted.layers
         if layers is None:
             yield

@@ -18,7 +18,7 @@ from torch import Tensor
 from weftune.core.batch import Microbatch
 from weftune.core.evaluation import REWARDS, AdapterScores, AnsweredRow, Evaluation
 from weftune.core.files import cache_folder
-from weftune.data.build import build, find_format
+from weftune.data.build import build_store, find_format
 from weftune.data.collate import Part, collate
 from weftune.data.encode import Encoder
 from weftune.data.formats import (
@@ -28,13 +28,13 @@ from weftune.data.formats import (
     Text,
     detect_format,
     has_columns,
-    normalise,
+    normalise_row,
     rename_columns,
     row_kind_name,
 )
 from weftune.data.prepare import SharedData
 from weftune.data.row import BadRow, Row, Table
-from weftune.data.samples import Samples, Share
+from weftune.data.samples import Samples, StoreRows
 from weftune.data.spec import EXACT_MATCH, DataSpec
 from weftune.data.tables import open_path
 from weftune.data.tokenise import prompt_tokens
@@ -63,7 +63,7 @@ class EncodedRows:
     """The data's rows as one adapter encodes them: with its tokenizer, chat template and settings."""
 
     encoder: Encoder
-    """The adapter's tokenizer."""
+    """Encoder with the tokenizer of the adapter."""
     samples: Samples
     rows: int
     """Number of rows of the data from which `samples` were made."""
@@ -182,12 +182,12 @@ def encode_rows(
     encoder = Encoder(answers.tokenizers[name])
     row_kind = row_kind_name(settings.format)
     rules = SharedData(encoder, cache_folder() / "tokens", context).rules(settings, row_kind)
-    store = build(
+    store = build_store(
         table, rules, cache_folder() / "tokens", lambda rows: show_progress("rows read", rows, None)
     )
     chosen, rejected = np.arange(len(store.lengths)), None
     if row_kind == "pairs":
-        chosen, rejected = chosen[0::2], Samples([Share(store, chosen[1::2])], store.key)
+        chosen, rejected = chosen[0::2], Samples([StoreRows(store, chosen[1::2])], store.key)
     rows = store.tally.rows - store.tally.skipped
     if row_kind == "labelled":
         assert store.desirable is not None
@@ -197,7 +197,7 @@ def encode_rows(
             raise DataError(Mistake(table.label, "none of its answers has the label true"))
     return EncodedRows(
         encoder,
-        Samples([Share(store, chosen)], store.key),
+        Samples([StoreRows(store, chosen)], store.key),
         rows,
         store.tally.notes(None, rules.max_tokens),
         adapter.rows_before,
@@ -212,7 +212,7 @@ def rows_with_prompts(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]
     format = find_format(table, settings, row_kind_name(settings.format))
     for row in table.rows():
         try:
-            content = normalise(row.value, format, settings)
+            content = normalise_row(row.value, format, settings)
         except BadRow:
             continue  # rows that cannot be used were reported when the table was encoded
         if isinstance(content, Labelled) and not content.desirable:
@@ -367,7 +367,8 @@ def score_rewards(
 
 
 def _reward_spec(folder: Path) -> RewardSpec:
-    """Return the objective of a finished reward model, with its recorded coefficient if there is one."""
+    """Return the objective of a finished reward model, with the `center_rewards_coefficient` of its training
+    if one is recorded."""
     found = read_job_file(folder)
     objective = found.values["job"].get("objective") if found is not None else None
     coefficient = objective.get("center_rewards_coefficient") if isinstance(objective, Mapping) else None
@@ -390,7 +391,7 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
             if parts and rows + length > max_rows:
                 yield _collate_parts(parts, encoded)
                 parts, rows = [], 0
-            parts.append(Part(name, 1, own, index, 0, own.before, own.first_position))
+            parts.append(Part(name, 1, own, index, 0, own.rows_before, own.first_position))
             rows += length
     yield _collate_parts(parts, encoded)
 
@@ -458,8 +459,8 @@ def encode_prompt_row(encoder: Encoder, row: AnsweredRow) -> list[int]:
     """Return the tokens of a row's prompt. Raise DataError with the row's location if the chat template
     refuses it."""
     try:
-        is_unscaled_lora = isinstance(row.prompt, str)
-        return prompt_tokens(encoder, row.prompt, is_unscaled_lora, tools=row.tools, now=False)
+        is_plain_text = isinstance(row.prompt, str)
+        return prompt_tokens(encoder, row.prompt, is_plain_text, tools=row.tools, uses_current_date=False)
     except DataError as error:
         raise DataError(Mistake(row.location, str(error))) from error
 

@@ -71,7 +71,7 @@ class DecodeGraph:
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)
         self._rows = Rows.empty(count, adapted_base.banks.slots, device, TILE_ROWS, max_runs=runs)
-        self._seats: list[SlotRows] = []
+        self._slot_rows: list[SlotRows] = []
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
         self._microbatch = Microbatch(
             tokens_T=zeros.clone(),
@@ -109,9 +109,9 @@ class DecodeGraph:
             copy_to(target[:count], source)
         self._cached.fill(sequences)
         # Most steps have the sequences of the step before.
-        if (seats := self._adapted.banks.slot_rows(microbatch)) != self._seats:
+        if (seats := self._adapted.banks.slot_rows(microbatch)) != self._slot_rows:
             self._rows.fill(seats, np.zeros(0, dtype=np.int32))
-            self._seats = seats
+            self._slot_rows = seats
 
     def _compute_logits(self) -> Tensor:
         adapted = self._adapted

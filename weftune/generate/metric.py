@@ -41,7 +41,7 @@ class UserMetric:
 
 def load_metric(file: Path, name: str, key: str = "--metric") -> UserMetric:
     """Import a function from a Python file. Raise UserError if the file or the function cannot be used. `key`
-    is the option or key in which the user wrote it, for the message."""
+    is the option or key in which the user named the function, for the error message."""
     if name in RESERVED_NAMES:
         raise UserError(f"{key}: {name} is already the name of a column; give the function another name.")
     if not file.is_file():

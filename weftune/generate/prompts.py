@@ -14,7 +14,7 @@ from weftune.errors import DataError, Mistake
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """The prompt of one row: a text, or the messages of a chat."""
+    """The prompt of one row of a file: a string, or the messages of a chat."""
 
     index: int
     prompt: str | tuple[Message, ...]

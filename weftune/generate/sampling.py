@@ -73,7 +73,7 @@ class SampledRow:
     completion: Sequence[int]
 
 
-def sample(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits_BV: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
     """Return the next token of every sequence and its log-probability, both [B]. The log-probability is that
     of the model itself: temperature, penalties and truncation do not change it."""
     scores_BV = _apply_penalties(logits_BV, rows)

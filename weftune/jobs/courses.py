@@ -68,18 +68,18 @@ class Curriculum:
         placed = _locate_rows(self.data.train, self.sample_order.batch(step))
         supervised, before = (
             sum(one.supervised_tokens for one in placed),
-            len(placed) * self.data.train.before,
+            len(placed) * self.data.train.rows_before,
         )
         return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched_samples(step))
 
     def _mismatched_samples(self, step: int) -> tuple[PlacedSample, ...]:
         """Return the prompts of a global batch, each with the answer of another sample."""
-        if (train := self.data.train).mismatched is None:
+        if (train := self.data.train).mismatched_samples is None:
             return ()
         return _locate_samples(train.parts, len(train) + self.sample_order.batch(step))
 
     def _held_out_mismatched_samples(self) -> tuple[PlacedSample, ...]:
-        if (held_out := self.data.evaluation) is None or held_out.mismatched is None:
+        if (held_out := self.data.evaluation) is None or held_out.mismatched_samples is None:
             return ()
         parts = self.data.parts
         return _locate_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
@@ -115,7 +115,7 @@ def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
         data = data.remove_targets()
     if spec.objective.mismatched_samples:
         max_tokens = truncate_data(spec, context).max_sample_tokens(context)
-        data = data.add_mismatched(spec.batch_size, spec.seed, max_tokens)
+        data = data.add_mismatched_samples(spec.batch_size, spec.seed, max_tokens)
     return data
 
 
@@ -141,8 +141,8 @@ def job_shape(
         name=spec.name,
         priority=spec.priority,
         file_position=job_number,
-        max_sample_tokens=max(part.longest_sample for part in data.parts),
-        batch_tokens=data.train.largest_batch(spec.batch_size),
+        max_sample_tokens=max(part.longest_row_tokens for part in data.parts),
+        batch_tokens=data.train.max_batch_tokens(spec.batch_size),
         source_job=source_job(spec.adapter),
         mean_vectors=mean_weight_count,
         answer_positions=_answer_positions(spec, data, base.context),
@@ -196,7 +196,7 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
     """Return the samples at these indices, in order. The two samples of a pair are marked to run in the same
     microbatch."""
-    return group_samples(_locate_samples([samples], indices), samples.together)
+    return group_samples(_locate_samples([samples], indices), samples.group_size)
 
 
 def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:

@@ -18,7 +18,7 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.status import train_command
 from weftune.jobs.sweeps.halving import sort_value
 from weftune.jobs.sweeps.record import read_record
-from weftune.launch.choice import choose_processes, is_division_free
+from weftune.launch.choice import choose_processes, planner_chooses_division
 from weftune.launch.requests import requested_shares
 from weftune.launch.split import train_in_processes
 from weftune.launch.supervise import exit_unguarded_script
@@ -129,7 +129,7 @@ def train(
 def _can_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
     """Return whether the planner chooses how many processes train: if a number is requested as `auto`, or if
     no number is requested, the jobs can be pickled for other processes, and there is no callback."""
-    if not is_division_free(options):
+    if not planner_chooses_division(options):
         return False
     return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))
 

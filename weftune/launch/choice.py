@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 ENOUGH = 1 << 50
-"""Bytes of host memory assumed for a cluster, since a cluster's description does not contain them."""
+"""Bytes of host memory that are assumed for a cluster, since its description does not state them."""
 
 
 def choose_planned_layout(case: PlanCase) -> LayoutChoice:
@@ -105,7 +105,7 @@ def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admissio
 # -- the processes of a run -----------------------------------------------------------------------------
 
 
-def is_division_free(options: Options) -> bool:
+def planner_chooses_division(options: Options) -> bool:
     """Return whether the options leave the numbers of processes to the planner: if one of them is `AUTO`, or
     if none requests several processes on a machine with several GPUs."""
     from weftune.run.measure.memory import visible_gpus
@@ -127,11 +127,11 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
     cluster = replace(cluster, devices=cluster.devices[: max(1, gpus)])
     case = read_case(run, cluster, options, on_this_machine=True, max_steps=max_steps)
     choice = choose_planned_layout(case)
-    return options_of(options, choice), division_sentence(case, choice)
+    return with_chosen_division(options, choice), division_sentence(case, choice)
 
 
-def options_of(options: Options, choice: LayoutChoice) -> Options:
-    """Return the options with the numbers of processes of this choice."""
+def with_chosen_division(options: Options, choice: LayoutChoice) -> Options:
+    """Return the options with the numbers of processes that a layout needs."""
     division, stream = choice.machine.division, choice.stream_device
     several = division.workers_per_share > 1
     return replace(

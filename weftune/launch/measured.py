@@ -29,7 +29,8 @@ class MeasuredAblations:
     """Seconds per round (one global batch of every job) of the plan itself, measured before all ablations and
     after them. Their difference shows by how much measurements vary."""
     ablations: tuple[Ablation, ...]
-    """The ablations of the plan. Those that options of a run can produce have their measured time."""
+    """Ablations of the plan, each with its measured time if a run has an option that disables the
+    mechanism."""
 
 
 def measure_plan(
@@ -40,9 +41,9 @@ def measure_plan(
     round_tokens: float,
     show: Callable[[str], None],
 ) -> MeasuredAblations:
-    """Train the jobs of `run` with `options` and with those of each ablation, in folders that are deleted
-    afterwards. `rounds` is the number of rounds of a window, and `round_tokens` the mean number of tokens of
-    a round. `show` is called with a sentence before each measurement."""
+    """Train the jobs of `run` with `options` and with the options of each ablation, in folders that are
+    deleted afterwards. `rounds` is the number of rounds of a window, and `round_tokens` the mean number of
+    tokens of a round. `show` is called with a sentence before each measurement."""
     run = without_evaluations(run)
 
     def measure(name: str, options: Options) -> float:
@@ -70,8 +71,8 @@ def select_jobs(run: RunSpec, names: Collection[str]) -> RunSpec:
 
 
 def without_evaluations(run: RunSpec) -> RunSpec:
-    """Return the run without its evaluations. A pipeline drains after each evaluation, whichever of its
-    mechanisms are enabled."""
+    """Return the run without its evaluations. A pipeline drains after each of them, which would hide the
+    benefit of mechanisms that avoid draining."""
     return replace(run, jobs=tuple(replace(job, eval=None, early_stop=None, keep="last") for job in run.jobs))
 
 

@@ -79,7 +79,7 @@ class PlannedJob:
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The input of `weftune plan`."""
+    """The input of `weftune plan`: base, cluster, jobs and options."""
 
     options: Options
     on_this_machine: bool
@@ -163,7 +163,7 @@ def outline_jobs(
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
     """Return the facts about each job that a plan needs. Jobs in `averaged_jobs` keep a running mean of their
-    weights. Raise one DataError with the mistakes of all jobs."""
+    weights. Raise one DataError that lists what is wrong with the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -225,8 +225,8 @@ def _job_total(
     if scores:
         # A run that finds the scores in its cache skips this.
         scored = _count_tokens(samples.parts) * (scale or 1.0)
-    if samples.train.mismatched is not None:
-        scored += int(samples.train.mismatched.lengths.sum()) * steps / order.steps_per_epoch
+    if samples.train.mismatched_samples is not None:
+        scored += int(samples.train.mismatched_samples.lengths.sum()) * steps / order.steps_per_epoch
     return JobTotal(
         steps=steps,
         tokens=tokens_per_step(outline.batches, held_out, evaluations, steps, scored),

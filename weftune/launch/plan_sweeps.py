@@ -23,9 +23,9 @@ class SweepOutlook:
     sweep: Sweep
     steps: tuple[int, ...]
     """Optimizer steps after which halving compares trials (its rungs), and the last step of a trial."""
-    samples: Saving
-    tokens: Saving
-    """Tokens that halving is expected to save, including tokens of evaluations."""
+    sample_saving: Saving
+    token_saving: Saving
+    """Tokens of all trials with and without successive halving, including tokens of evaluations."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -54,12 +54,12 @@ class SweepOutlook:
             return f"Sweep {self.name}: {count_noun(count, 'trial')}{later}, all trained to their end."
         rungs = " and ".join(
             f"{kept:,} after step {step:,}"
-            for step, kept in zip(self.steps[:-1], self.samples.rungs[1:], strict=True)
+            for step, kept in zip(self.steps[:-1], self.sample_saving.rungs[1:], strict=True)
         )
+        saving = self.sample_saving
         return (
             f"Sweep {self.name}: {count_noun(count, 'trial')}{later}; {rungs} continue. That takes "
-            f"{self.samples.expected_work:,.0f} samples instead of {self.samples.full_work:,.0f}, "
-            f"{self.samples.share:.0%}."
+            f"{saving.expected_work:,.0f} samples instead of {saving.full_work:,.0f}, {saving.share:.0%}."
         )
 
 
@@ -104,7 +104,9 @@ def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapp
         return run.seconds
     trials = {name for one in sweeps for name in one.known_trials}
     others = sum(tokens for name, tokens in known.items() if name not in trials)
-    return run.seconds * (others + sum(one.tokens.expected_work for one in sweeps)) / sum(known.values())
+    return (
+        run.seconds * (others + sum(one.token_saving.expected_work for one in sweeps)) / sum(known.values())
+    )
 
 
 def collapse_trials(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
@@ -142,9 +144,9 @@ def sweep_numbers(
                 ],
                 "rungs": [
                     {"step": step, "trials": count}
-                    for step, count in zip(one.steps, one.samples.rungs, strict=True)
+                    for step, count in zip(one.steps, one.sample_saving.rungs, strict=True)
                 ],
-                "samples": {"all": one.samples.full_work, "expected": one.samples.expected_work},
+                "samples": {"all": one.sample_saving.full_work, "expected": one.sample_saving.expected_work},
                 "warnings": list(one.warnings),
             }
             for one in sweeps

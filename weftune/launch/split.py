@@ -77,8 +77,8 @@ class ShareMistake:
 
 
 ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
-"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team
-trains all jobs, their results."""
+"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team of
+processes trains all jobs, their results."""
 
 
 def train_shares(
@@ -93,7 +93,7 @@ def train_shares(
     trainer.check(shape)
     with open_store(trainer.output, options.resume, options.command) as store:
         sweeps = trainer.restore_sweeps(store)
-        ready = trainer.prepare_unfinished(store, shape)
+        ready = trainer.prepare_unfinished_jobs(store, shape)
         ended: list[TeamEnd] = []
         if ready:
             # Several workers find by themselves which jobs fit beside their part of the base.
@@ -111,7 +111,7 @@ def train_shares(
                 ended = _run_shares(trainer, store, jobs, shares, teams)
                 if any(one.code for one in ended):
                     break
-            sweeps.decide(store)
+            sweeps.decide_rungs(store)
             _pause_waiting_trials(trainer, store, sweeps)
         sweeps.finish()
         results = trainer.results(store)
@@ -136,7 +136,7 @@ def _sweep_rounds(
     while True:
         for job in prepared.values():
             sweeps.add_trial(job)
-        sweeps.decide(store)
+        sweeps.decide_rungs(store)
         sweeps.propose_trials(trainer.add, trainer.view.note)
         new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
         new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]
@@ -271,9 +271,9 @@ def _run_shares(
 def _supervise_teams(
     teams: Sequence[Team], output: Path, view: View, resume: str
 ) -> tuple[list[TeamEnd], dict[int, str], dict[str, Result]]:
-    """Run the teams, and restart a team if one of its processes crashes or hangs. Return how each team ended,
-    a dict from the index of each failed team to the reason, and the results of a team that trains all jobs.
-    `resume` is the command line that resumes the run."""
+    """Run teams of processes, and restart a team if one of its processes crashes or hangs. Return how each
+    team ended, a dict from the index of each failed team to the reason, and the results of a team that trains
+    all jobs. `resume` is the command line that resumes the run."""
     failures: dict[int, str] = {}
     results: dict[str, Result] = {}
     shown_sentences: set[str] = set()
@@ -450,8 +450,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
 
 
 def _exit_with_launcher() -> None:
-    """Wait until the launcher ends, and then end this process. Otherwise no process would gather its records,
-    and its jobs would still be training when the run is resumed."""
+    """Wait until the launcher ends, and then end this process. If it continued, its jobs would still be
+    training when the run is resumed, and no launcher would collect its records."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

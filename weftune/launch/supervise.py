@@ -58,11 +58,11 @@ PRELOADED = [
 
 THREADS = "OMP_NUM_THREADS"
 RESTARTS = 3
-"""Number of times that a team is restarted after one of its members was lost."""
+"""Maximum number of times that a team of processes is restarted after a process was lost."""
 POLL_SECONDS = 1.0
 """Seconds between two checks of the processes, and between the messages that show that a process is alive."""
 GRACE_SECONDS = 15.0
-"""Seconds that the other members of a team have to end after the first has ended."""
+"""Seconds that the other processes of a team have to end after the first process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """How a team has ended: the exit code of its first process, or the code LOST and a sentence about the
-    process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the code LOST and a sentence
+    about the process that was lost."""
 
     code: int
     loss_reason: str = ""
@@ -131,11 +131,11 @@ class Supervisor:
             self._logs = None
         self._restarts = [0] * len(teams)
         self._processes: list[list[_Process]] = [[] for _ in teams]
-        self._ended: dict[int, TeamEnd] = {}
+        self._team_ends: dict[int, TeamEnd] = {}
         self._stop_requested = threading.Event()
 
     def run(self) -> list[TeamEnd]:
-        """Run all teams to their end and return how each ended."""
+        """Run all teams until they have ended, and return how each ended."""
         numbers = range(len(self._teams))
 
         def leader_processes() -> list[Any]:
@@ -145,15 +145,15 @@ class Supervisor:
             try:
                 for number in numbers:
                     self._start_team(number)
-                while len(self._ended) < len(numbers):
+                while len(self._team_ends) < len(numbers):
                     self._handle_messages([one for number in numbers for one in self._processes[number]])
                     for number in numbers:
-                        if number not in self._ended:
+                        if number not in self._team_ends:
                             self._check_worker_team(number)
             finally:
                 for processes in self._processes:
                     kill_processes(processes)
-        return [self._ended[number] for number in numbers]
+        return [self._team_ends[number] for number in numbers]
 
     def _start_team(self, number: int) -> None:
         members = self._teams[number].members(self._restarts[number])
@@ -191,7 +191,8 @@ class Supervisor:
             process.process.join()
 
     def _check_worker_team(self, number: int) -> None:
-        """Check one team: record how it ended, restart it if a process was lost, or kill silent processes."""
+        """Check one team of processes: record how it ended, restart it if a process was lost, or kill its
+        silent processes."""
         first, *others = self._processes[number]
         if UNGUARDED in (one.code for one in self._processes[number]):
             raise UserError(
@@ -207,7 +208,7 @@ class Supervisor:
         elif first.code is not None:
             for one in others:
                 one.process.join(GRACE_SECONDS)
-            self._ended[number] = TeamEnd(first.code)
+            self._team_ends[number] = TeamEnd(first.code)
         else:
             self._kill_silent_processes(number)
 
@@ -227,10 +228,10 @@ class Supervisor:
         loss = f"{lost_process.name} {how}"
         kill_processes(self._processes[number])
         if self._stop_requested.is_set():
-            self._ended[number] = TeamEnd(INTERRUPTED, loss)
+            self._team_ends[number] = TeamEnd(INTERRUPTED, loss)
         elif self._restarts[number] == RESTARTS:
             self._show_sentence(f"{loss}; giving up; resume with {self._resume}")
-            self._ended[number] = TeamEnd(LOST, loss)
+            self._team_ends[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1
             which = f"{self._teams[number].name} again from the last checkpoints"

@@ -121,9 +121,9 @@ def launch(
 def connected_team(
     main: WorkerMain, names: Sequence[str], name: str, prints_to_terminal: bool = False
 ) -> Team:
-    """Return a team of workers that connect to one another, one for each of `names`. `name` is the name of
-    the team. With `prints_to_terminal`, the first worker prints to the launcher's output instead of a log
-    file."""
+    """Return a team of workers (processes that are restarted together) that connect to one another, one for
+    each of `names`. `name` is the name of the team. With `prints_to_terminal`, the first worker prints to the
+    launcher's output instead of a log file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []
@@ -146,13 +146,13 @@ def connected_team(
 
 
 def worker_environment(
-    worker: int, workers: int, port: int, started: float, attempt: int = 0
+    worker: int, workers: int, port: int, start_time: float, attempt: int = 0
 ) -> dict[str, str]:
     """Return the environment variables that torchrun would set for a worker. The launcher hosts the TCPStore
-    on `port`. `started` is the time at which the command started, in seconds since 1970, and `attempt` is the
-    number of restarts so far."""
+    on `port`. `start_time` is when the command started, in seconds since 1970, and `attempt` is the number of
+    restarts so far."""
     return {
-        COMMAND_STARTED: str(started),
+        COMMAND_STARTED: str(start_time),
         "RANK": str(worker),
         "WORLD_SIZE": str(workers),
         "LOCAL_RANK": str(worker),

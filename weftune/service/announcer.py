@@ -24,10 +24,10 @@ API_KEY = "VLLM_API_KEY"
 """Environment variable with the key that vLLM requires, if it requires one."""
 ATTEMPTS = 10
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0
-"""Seconds between the first two attempts, and their maximum: every further pause is twice as long as the one
-before. All attempts together take four minutes."""
+"""Seconds between the first two attempts at a request, and the maximum between any two. Each pause is twice
+as long as the one before, so that all attempts together take four minutes."""
 TIMEOUT_SECONDS = 60.0
-"""Maximum seconds of one attempt, during which vLLM reads the adapter."""
+"""Maximum seconds that vLLM may take to answer a request, such as to load an adapter."""
 RETRIED = (408, 429)
 """HTTP statuses below 500 after which a request is repeated. Requests that fail with 500 or above are always
 repeated."""
@@ -45,7 +45,7 @@ class Notice:
     verb: Literal["load", "unload"]
     job: str
     model: str
-    """Name of the adapter."""
+    """Model name under which vLLM serves the adapter."""
 
 
 class Announcer:
@@ -59,8 +59,9 @@ class Announcer:
     def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Notify) -> None:
         self._url, self._base, self._jobs_folder, self._notify = url, base, jobs_folder, notify
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
-        """Notices in the order in which they are sent. None ends the thread."""
-        self._deleted: set[str] = set()
+        """Queue of the requests to vLLM, in the order in which they are sent. The item None ends the
+        thread."""
+        self._deleted_jobs: set[str] = set()
         """Jobs whose adapters are not announced any more, since they were deleted."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -73,11 +74,12 @@ class Announcer:
 
     def withdraw(self, job: str, model: str) -> None:
         """Ask vLLM to unload the adapter of a deleted job."""
-        self._deleted.add(job)
+        self._deleted_jobs.add(job)
         self._notices.put(Notice("unload", job, model))
 
     def close(self) -> None:
-        """Make no further attempts. Notices without an outcome are sent at the next start."""
+        """Stop sending requests to vLLM. Requests without an outcome are sent again at the next start of the
+        service."""
         self._closed.set()
         self._notices.put(None)
 
@@ -93,7 +95,7 @@ class Announcer:
 
     def _load_adapter(self, notice: Notice) -> None:
         job, folder = notice.job, self._jobs_folder / notice.job
-        if job in self._deleted:
+        if job in self._deleted_jobs:
             return
         if vllm_rank(self._base, folder) is None:
             self._notify(
@@ -115,8 +117,8 @@ class Announcer:
             self._notify(notice.job, _failure_text(status), "warn", True)
 
     def _send_notice(self, notice: Notice, values: Mapping[str, str], ignored_error: str) -> int | None:
-        """Send a notice until vLLM accepts or refuses it. Return the HTTP status: 200 also if the response
-        contains `ignored_error`, and 0 if vLLM cannot be reached. Return None if the notice is no longer
+        """Send a request until vLLM accepts or refuses it. Return the HTTP status: 200 also if the response
+        contains `ignored_error`, and 0 if vLLM cannot be reached. Return None if the request is no longer
         needed."""
         delay = FIRST_DELAY
         for attempt in range(1, ATTEMPTS + 1):
@@ -130,13 +132,14 @@ class Announcer:
                 return status
             if attempt < ATTEMPTS and self._closed.wait(delay):
                 return None
-            if notice.verb == "load" and notice.job in self._deleted:
+            if notice.verb == "load" and notice.job in self._deleted_jobs:
                 return None
             delay = min(MAX_DELAY, 2 * delay)
         return 0
 
     def _post_request(self, notice: Notice, values: Mapping[str, str]) -> tuple[int, str]:
-        """Return the status and the text of vLLM's answer. The status is 0 if vLLM does not answer."""
+        """Send a request to vLLM once. Return the HTTP status and the body of its response. The status is 0
+        if vLLM does not answer."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -152,7 +155,7 @@ class Announcer:
 
 
 def _failure_text(status: int) -> str:
-    """Return a sentence about a notice that vLLM did not accept."""
+    """Return a sentence for the owner of a job whose adapter vLLM could not load or unload."""
     if status == 0:
         return f"vLLM could not be reached in {ATTEMPTS} attempts"
     return f"vLLM has refused the adapter with status {status}"

@@ -51,8 +51,8 @@ class ChatAnswer:
 
 
 class AnsweringBase:
-    """Generates answers with the base that is used for training. All methods must be called by the training
-    thread, except `tokenise`, which one other thread calls."""
+    """A generator of answers with the base that is used for training. All methods must be called by the
+    training thread, except `tokenise`, which one other thread calls."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class AnsweringBase:
         self._tokenizers = OrderedDict()
         """Maps the hash of a tokenizer's files to two copies of the tokenizer, one for encoding and one for
         decoding, which run in different threads."""
-        self._attached: OrderedDict[str, int] = OrderedDict()
+        self._attached_bytes: OrderedDict[str, int] = OrderedDict()
         """Maps each adapter that is attached only to answer prompts to its bytes, the least recently used
         first."""
-        self._running: set[ChatAnswer] = set()
+        self._running_answers: set[ChatAnswer] = set()
         self._refusal = ""
         """Reason why this base cannot generate text; empty if it can."""
         self._decoder: Decoder | None = None
@@ -90,11 +90,11 @@ class AnsweringBase:
     def reset(self) -> None:
         """Delete the decoder, whose state is unknown after a failure; a new one is created for the next
         prompt."""
-        self._running.clear()
+        self._running_answers.clear()
         self._decoder = None
 
     def close(self) -> None:
-        for name in list(self._attached):
+        for name in list(self._attached_bytes):
             self._detach_adapter(name)
 
     # -- the other thread --------------------------------------------------------------------------------
@@ -169,12 +169,12 @@ class AnsweringBase:
         stream = StreamedAnswer(name or "", generation, prompt.tokenizer, wanted.stop)
         serial = None if name is None else self._adapted.banks.attached[name].serial
         answer = ChatAnswer(stream, serial)
-        self._running.add(answer)
+        self._running_answers.add(answer)
         return answer
 
     def cancel(self, answer: ChatAnswer) -> None:
-        """Remove an answer, whether or not it has ended."""
-        self._running.discard(answer)
+        """Stop generating an answer, unless it has ended, and release its memory."""
+        self._running_answers.discard(answer)
         if self._decoder is not None:
             self._decoder.cancel(answer.stream.generation)
 
@@ -186,15 +186,15 @@ class AnsweringBase:
             return None
         return "The job left the device during the answer; ask again, or ask its finished adapter."
 
-    def turn(self) -> Collection[ChatAnswer]:
+    def run_pass(self) -> Collection[ChatAnswer]:
         """Run one pass of the decoder, and return the answers for which it generated a token."""
         continued = set(self._open_decoder().run_pass())
-        return {answer for answer in self._running if answer.stream.generation in continued}
+        return {answer for answer in self._running_answers if answer.stream.generation in continued}
 
     @property
     def unused_adapter_bytes(self) -> int:
         """Device bytes that are reserved for adapters that answer prompts and are not in use."""
-        return self._adapter_bytes - sum(self._attached.values())
+        return self._adapter_bytes - sum(self._attached_bytes.values())
 
     # -- adapters ----------------------------------------------------------------------------------------
 
@@ -203,17 +203,17 @@ class AnsweringBase:
         assert prompt.folder is not None
         # Jobs that train are attached under their ids, which have no colon.
         name = f"chat:{request.job}:{'' if request.step is None else request.step}"
-        if name not in self._attached:
+        if name not in self._attached_bytes:
             self._free_memory(prompt.adapter_bytes)
             attach_adapter_folder(self._adapted, name, prompt.folder)
-            self._attached[name] = prompt.adapter_bytes
-        self._attached.move_to_end(name)
+            self._attached_bytes[name] = prompt.adapter_bytes
+        self._attached_bytes.move_to_end(name)
         return name
 
     def _free_memory(self, size: int) -> None:
         """Detach the least recently used adapters until another one of `size` bytes fits."""
-        used = {answer.stream.adapter for answer in self._running}
-        for name in [name for name in self._attached if name not in used]:
+        used = {answer.stream.adapter for answer in self._running_answers}
+        for name in [name for name in self._attached_bytes if name not in used]:
             if self._has_room(size):
                 return
             self._detach_adapter(name)
@@ -225,9 +225,9 @@ class AnsweringBase:
             )
 
     def _has_room(self, size: int) -> bool:
-        return len(self._attached) < MAX_ATTACHED and size <= self.unused_adapter_bytes
+        return len(self._attached_bytes) < MAX_ATTACHED and size <= self.unused_adapter_bytes
 
     def _detach_adapter(self, name: str) -> None:
-        del self._attached[name]
+        del self._attached_bytes[name]
         with self._adapted.on_stream():
             self._adapted.banks.detach(name)

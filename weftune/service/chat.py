@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from weftune.service.answering import ChatAnswer
 
 LINE_BYTES = 16 << 20
-"""Maximum bytes of a request."""
+"""Maximum bytes of a chat request, which is one line of JSON."""
 UNREAD_BYTES = 4 << 20
 """Bytes of answers that a client may leave unread before its connection is closed."""
 SOCKET_PATH_BYTES = 100
@@ -106,8 +106,9 @@ class ChatClient:
 class ChatServer:
     """A server that answers prompts with the base that is used for training.
 
-    One thread owns the socket and the tokenizers. The training thread calls `turn` between passes and while
-    it is idle; no other thread uses the base. Invalid requests raise no errors in the training thread."""
+    One thread owns the socket and the tokenizers. The training thread calls `take_turn` between passes and
+    when it is idle; no other thread uses the base. Invalid requests raise no errors in the training
+    thread."""
 
     def __init__(
         self,
@@ -118,8 +119,9 @@ class ChatServer:
         cache_bytes: int,
         adapter_bytes: int,
     ) -> None:
-        """`cache_bytes` is the device memory for keys and values of all answers, and `adapter_bytes` the
-        device memory for adapters that are attached only to answer. `tokenizer` is the base's."""
+        """Open the socket and start the thread that serves it. `cache_bytes` is the size of the KV cache for
+        all answers, and `adapter_bytes` the device memory for adapters that are attached only to answer.
+        `tokenizer` is the base's tokenizer."""
         from weftune.service.answering import AnsweringBase
 
         self._base = AnsweringBase(adapted_base, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
@@ -128,9 +130,9 @@ class ChatServer:
         """Exchanges with their tokenised prompts, or with None if the client has cancelled the exchange."""
         self._arrived = threading.Event()
         self._answers: dict[_Exchange, ChatAnswer] = {}
-        """Answers that are being generated."""
+        """Maps each request whose answer is being generated to this answer."""
         self._last_turn = -math.inf
-        """Monotonic time of the last turn in which an answer was continued."""
+        """Monotonic time of the last call of `take_turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
@@ -152,7 +154,7 @@ class ChatServer:
         """Return whether a client is waiting for an answer, or was waiting within the last `seconds`."""
         return self.is_active or time.monotonic() - self._last_turn < seconds
 
-    def turn(self) -> bool:
+    def take_turn(self) -> bool:
         """Accept new prompts, and generate one more token of every answer. Return whether there was any work.
 
         Must be called by the training thread, outside a pass."""
@@ -167,7 +169,7 @@ class ChatServer:
             if (sentence := self._base.detachment_text(answer)) is not None:
                 self._send_error(exchange, ChatError(sentence, "unavailable"))
         try:
-            continued = self._base.turn()
+            continued = self._base.run_pass()
         except Exception:
             # A failure of the decoder, such as a full device, must not end training.
             logger.exception("chat: a pass failed, and its answers were ended")
@@ -245,7 +247,7 @@ class ChatServer:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(
-            asyncio.start_unix_server(self._connected, sock=self._socket, limit=LINE_BYTES)
+            asyncio.start_unix_server(self._handle_connection, sock=self._socket, limit=LINE_BYTES)
         )
         self._loop.run_forever()
         server.close()
@@ -256,7 +258,7 @@ class ChatServer:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         own: set[_Exchange] = set()
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -264,7 +266,7 @@ class ChatServer:
                 exchange = _Exchange(self._loop, writer)
                 own.add(exchange)
                 self._exchanges.add(exchange)
-                task = asyncio.create_task(self._prepare(exchange, line))
+                task = asyncio.create_task(self._prepare_prompt(exchange, line))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         except ValueError:
@@ -280,7 +282,7 @@ class ChatServer:
             self._arrived.set()
             writer.close()
 
-    async def _prepare(self, exchange: _Exchange, line: bytes) -> None:
+    async def _prepare_prompt(self, exchange: _Exchange, line: bytes) -> None:
         """Parse a request and tokenise its prompt, in the server's own thread."""
         try:
             values = parse_line(line)

@@ -52,7 +52,7 @@ class ChatRequest:
     """Step of a checkpoint. None selects the finished adapter, or the latest weights of a job that trains."""
     messages: Sequence[Mapping[str, Any]] = ()
     prompt: str | None = None
-    """Text that is continued as it is, instead of messages."""
+    """Text that the model continues without a chat template. Used instead of `messages`."""
     sampling: ChatSampling = field(default_factory=ChatSampling)
 
 
@@ -73,7 +73,7 @@ def request_values(request: ChatRequest) -> dict[str, Any]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line. Raise ChatError for any other line."""
+    """Parse a line as a JSON object. Raise ChatError if it is none."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:

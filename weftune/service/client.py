@@ -49,7 +49,8 @@ class ServiceClient:
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """Return the JSON of an answer, or raise a UserError with the service's sentence."""
+        """Send a request and return the JSON of the response, or raise a UserError with the service's
+        message."""
         content = None if body is None else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         return json.loads(self._send_request(method, path, content, {**kind, **(headers or {})}))
@@ -107,7 +108,7 @@ class ServiceClient:
     def submit(self, run: RunSpec) -> Iterator[dict[str, Any]]:
         """Submit all jobs and sweeps of a jobs file, and yield them as the service answers. Rows that several
         jobs share are uploaded once."""
-        refuse_unsubmittable(run)
+        refuse_unsupported_jobs(run)
         if (base := self._read_base()) != public_name(run.base):
             raise SpecError(
                 Mistake("base", f"is {public_name(run.base)}, and the service trains on {base}; write that")
@@ -190,9 +191,9 @@ def job_request(job: JobSpec) -> dict[str, Any]:
     }
 
 
-def refuse_unsubmittable(run: RunSpec) -> None:
-    """Refuse jobs that a service does not support: with local files other than rows, mixtures of datasets, or
-    other jobs to start from."""
+def refuse_unsupported_jobs(run: RunSpec) -> None:
+    """Refuse jobs that a service does not support: those with local files other than rows, with mixtures of
+    datasets, or with another job to start from."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":

@@ -42,7 +42,7 @@ class ServiceInbox:
         self.serve_idle: Callable[[float], object] = time.sleep
         """Function that is called while no job trains, to answer prompts. Its argument is the number of
         seconds that it may take."""
-        self.entered: set[str] = set()
+        self.entered_jobs: set[str] = set()
         """Jobs that were passed to the training loop. Ended jobs are removed at the next read."""
         self.cursors = {"prepared": 0, "commands": 0}
         """Maps `prepared` and `commands` to the number of the last row that was read."""
@@ -59,7 +59,7 @@ class ServiceInbox:
         except StoreUnavailable as error:
             log.warning("%s", error)
             return ()
-        self.entered &= self._store.notes.keys()
+        self.entered_jobs &= self._store.notes.keys()
         found = [request for one in submissions for request in self._take_submission(one)]
         found += [request for one in commands for request in self._run_command(one)]
         if submissions:
@@ -99,13 +99,13 @@ class ServiceInbox:
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob | None:
-        """Prepare a queued job for the loop. A job that cannot be prepared fails."""
+        """Prepare a queued job for the training loop. A job that cannot be prepared fails."""
         try:
             job = self._prepare(submission)
         except UserError as error:
             self._store.fail_job(submission.id, error_record(error))
             return None
-        self.entered.add(submission.id)
+        self.entered_jobs.add(submission.id)
         return job
 
     def _enter_job(self, submission: Submission) -> list[Request]:
@@ -117,7 +117,12 @@ class ServiceInbox:
         if submission.id in self._store:
             # A command has come before it.
             row = self._store.row(submission.id)
-            if prepared.refusal is None or row is None or row.state.ended or submission.id in self.entered:
+            if (
+                prepared.refusal is None
+                or row is None
+                or row.state.ended
+                or submission.id in self.entered_jobs
+            ):
                 return []
             if row.state is State.PAUSED:
                 self._store.move_job(submission.id, State.QUEUED)
@@ -152,7 +157,7 @@ class ServiceInbox:
             return []
         if command.verb == "priority":
             self._store.set_priority(name, int(command.value))
-        if name in self.entered:
+        if name in self.entered_jobs:
             match command.verb:
                 case "cancel":
                     return [Cancel(id, name)]

@@ -43,7 +43,7 @@ JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
 """Minimum seconds between two flushes, unless an immediate flush is requested."""
 WINDOW_PASSES = 400
-"""Maximum number of passes that are recorded per window. Later passes are not recorded."""
+"""Maximum number of passes over the base that are recorded per window. Later passes are not recorded."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
 ANNOUNCED = "announced"
 """Key in the data of events that says whether vLLM has loaded the adapter."""
@@ -72,17 +72,19 @@ class JobNotes:
         self.submission = submission
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
-        self.waited = max(0.0, current_time - submission.created_at)
-        """Seconds that the job waited in total before `waits_since`."""
+        self.earlier_wait_seconds = max(0.0, current_time - submission.created_at)
+        """Total seconds that the job waited for admission before its current wait."""
         self.waits_since: float | None = current_time
         """Time at which the job began to wait. None while it trains."""
-        self.began: tuple[float, int] = (current_time, 0)
-        """Time and step of the job's last admission. Its speed is measured from there."""
+        self.last_admission: tuple[float, int] = (current_time, 0)
+        """Time and step of the job's last admission, since which its speed is measured."""
         self.metrics: dict[str, Any] = {}
-        """Last value of each metric."""
+        """Maps each metric of the job to its last value."""
 
     def waited_seconds(self, current_time: float) -> float:
-        return self.waited + (0.0 if self.waits_since is None else current_time - self.waits_since)
+        return self.earlier_wait_seconds + (
+            0.0 if self.waits_since is None else current_time - self.waits_since
+        )
 
 
 class ServiceJobStore:
@@ -102,16 +104,17 @@ class ServiceJobStore:
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to its notes."""
+        """Maps each job that has not ended to facts about it that its row in the database does not hold."""
         self._jobs: dict[str, JobRow] = {}
-        self._ended: dict[str, JobRow] = {}
+        self._ended_trials: dict[str, JobRow] = {}
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
         window."""
-        self._kept: set[str] = set()
-        """Trials that are kept in `_ended` when they end."""
-        self._unrecorded: set[str] = set()
-        """Trials in `_kept` that have no row in the database, so that it need not be queried for them."""
-        self._changed: dict[str, JobRow] = {}
+        self._kept_trials: set[str] = set()
+        """Trials whose rows are kept in memory after they have ended."""
+        self._unrecorded_trials: set[str] = set()
+        """Trials of unfinished sweeps that have no row in the database yet, so that it need not be queried
+        for them."""
+        self._changed_rows: dict[str, JobRow] = {}
         self._transitions: list[Transition] = []
         self._events: list[EventRow] = []
         self._checkpoints: list[CheckpointRow] = []
@@ -126,9 +129,9 @@ class ServiceJobStore:
         """Function that is called with a job and the name of its adapter when the adapter is deleted."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
-        """Passes since the end of the last window."""
+        """Records of the passes over the base since the end of the last window."""
         self._cursors: dict[str, int] = {}
-        self._recent: dict[str, tuple[float, float]] = {}
+        self._recent_usage: dict[str, tuple[float, float]] = {}
         """Maps each tenant to an exponentially decayed count of trained tokens, and the time of that
         count."""
         self._lock = threading.RLock()
@@ -140,7 +143,7 @@ class ServiceJobStore:
         """Start recording a job. `row` is its record if an earlier process left the job unfinished, or None
         for a new job."""
         self.notes[submission.id] = JobNotes(submission, time.time())
-        self._unrecorded.discard(submission.id)
+        self._unrecorded_trials.discard(submission.id)
         if row is not None:
             self._jobs[submission.id] = row
             if (receipt := self._training.receipt(submission.id)) is not None:
@@ -155,23 +158,23 @@ class ServiceJobStore:
     def row(self, name: str) -> JobRow | None:
         """Return the record of a job, even if the job has ended. None if the training process has not
         recorded it."""
-        if name in self._unrecorded:
+        if name in self._unrecorded_trials:
             return None
-        return self._jobs.get(name) or self._ended.get(name) or self._training.job(name)
+        return self._jobs.get(name) or self._ended_trials.get(name) or self._training.job(name)
 
     def keep_ended(self, trials: Collection[str]) -> None:
         """Keep these jobs in memory after they have ended, until `forget_ended` is called."""
         others = {name for name in trials if name not in self._jobs}
         rows = self._training.jobs_by_id(others)
-        self._kept |= set(trials)
-        self._ended |= {name: row for name, row in rows.items() if row.state.ended}
-        self._unrecorded |= others - rows.keys()
+        self._kept_trials |= set(trials)
+        self._ended_trials |= {name: row for name, row in rows.items() if row.state.ended}
+        self._unrecorded_trials |= others - rows.keys()
 
     def forget_ended(self, trials: Collection[str]) -> None:
-        self._kept -= set(trials)
-        self._unrecorded -= set(trials)
+        self._kept_trials -= set(trials)
+        self._unrecorded_trials -= set(trials)
         for name in trials:
-            self._ended.pop(name, None)
+            self._ended_trials.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
         return self.row(name) is not None
@@ -198,8 +201,8 @@ class ServiceJobStore:
         changes: dict[str, Any] = {"status": status, "estimated_finish": None}
         notes = self.notes[name]
         if state is State.RUNNING:
-            notes.waited, notes.waits_since = notes.waited_seconds(now), None
-            notes.began = now, status.step
+            notes.earlier_wait_seconds, notes.waits_since = notes.waited_seconds(now), None
+            notes.last_admission = now, status.step
             changes["started_at"] = row.started_at or now
         elif not state.ended:
             notes.waits_since = now
@@ -225,9 +228,9 @@ class ServiceJobStore:
         """Record that the adapter of a job that has ended was deleted."""
         if (row := self.row(name)) is not None and row.model is not None:
             with self._lock:
-                self._changed[name] = replace(row, model=None)
-                if name in self._ended:
-                    self._ended[name] = self._changed[name]
+                self._changed_rows[name] = replace(row, model=None)
+                if name in self._ended_trials:
+                    self._ended_trials[name] = self._changed_rows[name]
             self.withdraw(name, row.model)
 
     def explain_job(self, name: str, reason: str) -> None:
@@ -242,8 +245,8 @@ class ServiceJobStore:
             day = row.tenant, int(now // DAY_SECONDS)
             with self._lock:
                 self._usage[day] = self._usage.get(day, 0) + new
-            self._recent[row.tenant] = self.recent_tokens(row.tenant, now) + new, now
-        began, first = notes.began
+            self._recent_usage[row.tenant] = self.recent_tokens(row.tenant, now) + new, now
+        began, first = notes.last_admission
         if row.state is State.RUNNING and step > first:
             remaining = (steps - step) * (now - began) / (step - first)
             self._set_row(replace(self._jobs[name], estimated_finish=now + remaining))
@@ -403,13 +406,13 @@ class ServiceJobStore:
         return adapter_folder(self.output, name, step)
 
     def recent_tokens(self, tenant: str, current_time: float) -> float:
-        tokens, at = self._recent.get(tenant, (0.0, current_time))
+        tokens, at = self._recent_usage.get(tenant, (0.0, current_time))
         return decay_usage(tokens, current_time - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
         """Restore the tenants' recent tokens, which the previous process recorded with its last window."""
         recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
-        self._recent = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
+        self._recent_usage = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 
     def tokens_today(self, tenant: str, current_time: float) -> int:
         day = int(current_time // DAY_SECONDS)
@@ -429,7 +432,7 @@ class ServiceJobStore:
         call, and OutputError is raised."""
         with self._lock:
             changes = Changes(
-                jobs=list(self._changed.values()),
+                jobs=list(self._changed_rows.values()),
                 transitions=list(self._transitions),
                 events=list(self._events),
                 checkpoints=list(self._checkpoints),
@@ -446,15 +449,15 @@ class ServiceJobStore:
             except LeaseLost as lost:
                 self._end_process(lost)
                 raise
-            for pending in (self._changed, self._receipts, self._usage, self._cursors):
+            for pending in (self._changed_rows, self._receipts, self._usage, self._cursors):
                 pending.clear()
             for rows in (self._transitions, self._events, self._checkpoints, self._windows):
                 rows.clear()
             for name in [name for name, one in self._jobs.items() if one.state.ended]:
                 row = self._jobs.pop(name)
                 del self.notes[name]
-                if name in self._kept:
-                    self._ended[name] = row
+                if name in self._kept_trials:
+                    self._ended_trials[name] = row
 
     def flush(self, seconds: float = 0.0) -> None:
         """Write all changes. If the database is not available, retry for `seconds`; after that, the changes
@@ -485,7 +488,7 @@ class ServiceJobStore:
 
     def _set_row(self, row: JobRow) -> None:
         with self._lock:
-            self._jobs[row.id] = self._changed[row.id] = row
+            self._jobs[row.id] = self._changed_rows[row.id] = row
 
     def _change_status(self, name: str, **status: Any) -> None:
         row = self._jobs[name]
@@ -500,11 +503,11 @@ class ServiceJobStore:
         """Return a reason in which ids of other tenants' jobs are hidden from the job's owner."""
         tenant = self._jobs[name].tenant
 
-        def shown(match: re.Match[str]) -> str:
+        def hide_other_job(match: re.Match[str]) -> str:
             other = self.row(match[0])
             return match[0] if other is not None and other.tenant == tenant else "another job"
 
-        return JOB_ID.sub(shown, reason)
+        return JOB_ID.sub(hide_other_job, reason)
 
     def _model_name(self, name: str, step: int | None = None) -> str:
         row, notes = self._jobs[name], self.notes[name]

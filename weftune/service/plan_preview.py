@@ -44,12 +44,12 @@ class PlanFailed(WeftuneError):
 
 @dataclass(frozen=True, slots=True)
 class OtherJob:
-    """A job that trains or waits."""
+    """A job that trains or waits while the plan of a new job is made."""
 
     name: str
     """Name of the job in the plan and in its messages."""
     job: Mapping[str, Any]
-    """Keys of jobs.yaml."""
+    """Specification of the job, as keys and values of jobs.yaml."""
     priority: int
     """Effective priority that the service's policy has assigned to the job."""
     remaining_steps: int | None
@@ -98,7 +98,8 @@ class Preview:
     """Steps at which a sweep compares its trials, each as `step` and `trials`, the number of trials that
     reach it. The last one is the end of training."""
     expected_share: float = 1.0
-    """Share of the samples of all trials that a sweep is expected to train with halving."""
+    """Fraction of all samples of its trials that a sweep is expected to train on, since successive halving
+    drops trials."""
     warnings: Sequence[str] = ()
 
 

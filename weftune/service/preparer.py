@@ -41,16 +41,16 @@ ATTEMPTS = 3
 CHECK_PROCESSES = 2
 """Number of processes that check uploaded files, while clients wait."""
 STORE_SECONDS = 1.0
-"""Seconds between attempts to write to a locked store."""
+"""Seconds between attempts to write to a locked database."""
 NICENESS = 5
-"""Niceness of these processes: how much lower their priority is than that of the HTTP and training
-processes."""
+"""Niceness of the processes that check files and prepare jobs: how much lower their priority is than that of
+the HTTP and training processes."""
 MAX_MISTAKES = 3
-"""Maximum number of mistakes that the error of a refused job lists."""
+"""Maximum number of sentences about invalid rows and keys in the error of a refused job."""
 
 
 class ProcessDied(WeftuneError):
-    """An error raised if the process died in every attempt."""
+    """An error raised if the process that checks a file or prepares a job died in every attempt."""
 
 
 class Preparer:
@@ -126,7 +126,7 @@ def job_error(error: BaseException | None) -> dict[str, Any] | None:
 
 def check_file(path: Path, label: str, max_rows: int) -> int:
     """Run all checks on the rows that need no tokenizer, and return the number of rows."""
-    from weftune.data.build import check, find_format
+    from weftune.data.build import check_all_rows, find_format
     from weftune.data.formats import detect_format, row_kind_name
     from weftune.data.spec import DataSpec
     from weftune.data.tables import open_path
@@ -147,7 +147,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
     formats = (detect_format(row.value) for row in table.rows() if row.problem is None)
     first = next((found for found in formats if found is not None), None)
     format = find_format(table, spec, row_kind_name(first))
-    check(replace(table, rows=count_rows), format, spec)
+    check_all_rows(replace(table, rows=count_rows), format, spec)
     return count
 
 
@@ -294,7 +294,8 @@ class _PreparerProcess:
 
 
 def serve() -> None:
-    """Answer calls inside a process until the caller closes the pipe or dies."""
+    """Serve the calls of another process, as the main function of a preparing process, until the caller
+    closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the supervisor decides
     with suppress(OSError):
         os.nice(NICENESS)

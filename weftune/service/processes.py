@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 PIDS = "pids.json"
 """File in the store that maps the names of the processes to their ids."""
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
-"""Seconds before the first restart of a process, and the maximum: each further delay is twice as long."""
+"""Seconds before the first restart of a process, and the maximum. Each delay is twice as long as the one
+before."""
 STABLE_SECONDS = 60.0
 """Seconds after which a process counts as healthy. The delay before its next restart is then `FIRST_DELAY`
 again."""
@@ -50,8 +51,8 @@ class Member:
 
     name: str
     main: str
-    """Function that the process runs, as `module:function`. It receives the settings, and returns when the
-    process is told to stop."""
+    """Function that the process runs, as `module:function`. It receives the settings, and returns after the
+    process has received SIGTERM."""
 
 
 TRAINING = Member("training", "weftune.service.training:main")
@@ -89,8 +90,8 @@ class _Running:
 
 
 def supervise(settings: ServiceSettings, members: Sequence[Member] = MEMBERS) -> int:
-    """Run the processes until Ctrl-C or SIGTERM. Return the exit code: 0, or the exit code of a user
-    error."""
+    """Run the processes of a service until Ctrl-C or SIGTERM. Return the exit code: 0, or the exit code of a
+    user error."""
     stop = threading.Event()
     running: list[_Running] = []
     with _stop_on_signals(stop, running):
@@ -123,7 +124,7 @@ def _watch_processes(settings: ServiceSettings, running: Sequence[_Running], sto
 
 
 def _stop_processes(running: Sequence[_Running]) -> None:
-    """Stop the processes, one after another."""
+    """Stop the processes of a service one after another."""
     for one in running:
         if one.process.is_alive():
             one.process.terminate()

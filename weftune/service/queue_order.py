@@ -17,7 +17,7 @@ from weftune.service.store.records import JobRow, TrainingStore, WindowRow
 from weftune.service.store.requests import RequestStore, Submission
 
 QUEUE = "queue"
-"""Key of a window's values under which `queue_values` are recorded."""
+"""Key in the database record of a window for the inputs of the admission policy (`queue_values`)."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
 """Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
@@ -65,9 +65,9 @@ def rank_queue(
     now, windows = time.time(), training.last_windows(1)
     last = windows[0] if windows else WindowRow(at=now, values={})
     recorded = last.values.get(QUEUE, {"recent_tokens": {}, "jobs": {}})
-    largest = max((facts["batch_tokens"] for facts in recorded["jobs"].values()), default=1)
+    largest_batch_tokens = max((facts["batch_tokens"] for facts in recorded["jobs"].values()), default=1)
     jobs = [
-        _queued_job(row, recorded["jobs"].get(row.id), largest, now, last.at)
+        _queued_job(row, recorded["jobs"].get(row.id), largest_batch_tokens, now, last.at)
         for row in rows
         if row.state in (State.QUEUED, State.RUNNING)
     ]
@@ -83,11 +83,15 @@ def rank_queue(
 
 
 def _queued_job(
-    row: JobRow, facts: Mapping[str, Any] | None, largest: int, current_time: float, recorded_at: float
+    row: JobRow,
+    facts: Mapping[str, Any] | None,
+    largest_batch_tokens: int,
+    current_time: float,
+    recorded_at: float,
 ) -> QueuedJob:
     is_attached = row.state is State.RUNNING
     if facts is None:
-        facts = {"submitted": row.number, "batch_tokens": largest, "deadline": None}
+        facts = {"submitted": row.number, "batch_tokens": largest_batch_tokens, "deadline": None}
         facts |= {"queued_seconds": current_time - row.created_at, "remaining_seconds": 0.0}
         recorded_at = current_time
     waited = 0.0 if is_attached else current_time - recorded_at

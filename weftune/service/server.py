@@ -22,7 +22,8 @@ GRACE_SECONDS = 10
 
 
 def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> None:
-    """Answer HTTP requests until the process is told to stop. Its supervisor has created the tables."""
+    """Answer HTTP requests until the process receives SIGTERM. Its supervisor has created the database
+    tables."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     requests = RequestStore(open_requests(settings, writable=True))
@@ -51,12 +52,12 @@ def serve(settings: ServiceSettings, limits: RequestLimits | None = None) -> Non
 
 
 class _Server(uvicorn.Server):
-    """A server that ends open streams when it is stopped: their clients connect again."""
+    """An HTTP server that ends open streams when it is stopped, so that their clients reconnect."""
 
     def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
         super().__init__(config)
         self._streams = streams
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._streams.closing = True
+        self._streams.is_closing = True
         super().handle_exit(sig, frame)

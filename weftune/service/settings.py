@@ -21,11 +21,11 @@ class Envelope:
     """Expected jobs, for which the layout is chosen when the service starts and has no jobs yet."""
 
     jobs: int = 16
-    """Number of jobs that train at the same time."""
+    """Expected number of jobs that train at the same time."""
     rank: int = 16
-    """Rank of their adapters, on all linears."""
+    """Rank of the expected adapters, which are on all linears."""
     sample_tokens: int = 1024
-    """Number of tokens of the longest samples."""
+    """Number of tokens of the longest expected samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class Quotas:
     """Limits for each tenant. None means unlimited."""
 
     queued_jobs: int | None = 1000
-    """Maximum number of jobs that have not ended."""
+    """Maximum number of a tenant's jobs that have not ended."""
     running_jobs: int | None = None
-    """Maximum number of jobs that train at the same time; further jobs wait."""
+    """Maximum number of a tenant's jobs that train at the same time; further jobs wait."""
     tokens_per_day: int | None = None
     """Maximum number of tokens that the tenant's jobs train on in 24 hours; after that, they wait."""
     stored_bytes: int | None = 16 << 30
-    """Maximum bytes of all uploaded files."""
+    """Maximum total bytes of a tenant's uploaded files."""
     file_bytes: int = 512 << 20
     """Maximum bytes of one uploaded file."""
     file_rows: int = 1_000_000

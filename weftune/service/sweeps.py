@@ -29,7 +29,7 @@ class ServiceSweep(RunningSweep):
                 jobs[one.id] = JobSpec(**{**one.job, "name": one.id})
         self._service_store = store
         self._event_count = 0
-        """Number of decisions for which this process has added events."""
+        """Number of the sweep's decisions for which this process has added events."""
         self._names = {one.id: one.suffix or one.id for one in trials}
         sweep = Sweep(submission.id, spec, tuple(Trial(one.id, one.trial or {}) for one in trials))
         super().__init__(sweep, store, jobs, self._add_note)

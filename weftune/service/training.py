@@ -66,7 +66,7 @@ FINAL_SECONDS = 15.0
 LEASE_LOST = 75
 """Exit code of a process whose lease was taken by another one."""
 BATCH_ROWS = 16
-"""Rows per global batch of the expected jobs, for which the layout is chosen."""
+"""Rows per global batch of the jobs that a service expects, for which it chooses the layout."""
 MAX_CRASHES = 3
 """Number of times that the process may die while a job trains and makes no progress, before the job fails."""
 CRASHED = "the training process ended unexpectedly"
@@ -76,21 +76,21 @@ CRASHED = "the training process ended unexpectedly"
 class AnswerMemory:
     """Device bytes that are reserved for generated answers. Jobs are admitted to the remaining memory."""
 
-    chat: int
-    """Bytes of the keys and values of answers to prompts."""
-    evaluation: int
-    """Bytes of the keys and values of answers that are generated for evaluations."""
-    adapters: int
+    chat_bytes: int
+    """Bytes of the KV cache for answers to clients' prompts."""
+    evaluation_bytes: int
+    """Bytes of the KV cache for answers that jobs generate at evaluations."""
+    adapter_bytes: int
     """Bytes of adapters that are attached only to answer prompts."""
 
     @property
-    def total(self) -> int:
-        return self.chat + self.evaluation + self.adapters
+    def total_bytes(self) -> int:
+        return self.chat_bytes + self.evaluation_bytes + self.adapter_bytes
 
 
 ANSWER_MEMORY = {
-    "cuda": AnswerMemory(chat=2 << 30, evaluation=1 << 30, adapters=1 << 30),
-    "cpu": AnswerMemory(chat=256 << 20, evaluation=128 << 20, adapters=128 << 20),
+    "cuda": AnswerMemory(chat_bytes=2 << 30, evaluation_bytes=1 << 30, adapter_bytes=1 << 30),
+    "cpu": AnswerMemory(chat_bytes=256 << 20, evaluation_bytes=128 << 20, adapter_bytes=128 << 20),
 }
 """Maps each device type to the memory that is reserved for answers."""
 
@@ -117,7 +117,8 @@ def end_process(lost_lease: LeaseLost) -> None:
 
 
 class _HeldLease:
-    """A context in which the process holds the lease. A thread renews the lease until the context ends."""
+    """A context manager that holds the lease, by which only one training process writes to the database. A
+    thread renews the lease until the context ends."""
 
     def __init__(self, training: TrainingStore) -> None:
         self._training = training
@@ -154,7 +155,7 @@ class TrainingService:
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
         self.policy = make_policy(settings.quotas)
         self._queue: dict[str, Any] = {}
-        """Inputs of the policy when it ranked the jobs for the current window."""
+        """Inputs with which the admission policy ranked the jobs for the current window."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
         """Maps each job that may have crashed the process to its step at the last crash."""
@@ -171,7 +172,7 @@ class TrainingService:
             device=settings.device,
             memory=settings.memory,
             gpu_memory=settings.gpu_memory,
-            decoder_bytes=reserved.total,
+            decoder_bytes=reserved.total_bytes,
         )
         with base_read_ahead(settings.base):
             engine = open_engine(
@@ -185,8 +186,8 @@ class TrainingService:
             )
         journal = Journal(self.store, Quiet(), lambda line: None)
         self.loop = loop = Loop(engine, self.tokenizer, self.store, journal)
-        loop.answers.cache_bytes = reserved.evaluation
-        loop.inbox, loop.rank, loop.watch_pass = self.inbox, self.rank, self._record_pass
+        loop.answers.cache_bytes = reserved.evaluation_bytes
+        loop.inbox, loop.rank_jobs, loop.watch_pass = self.inbox, self.rank_jobs, self._record_pass
         self.store.describe_device = self._describe_device
         executor = engine.executor
         assert isinstance(executor, Executor), "a service trains in one process"
@@ -200,11 +201,11 @@ class TrainingService:
                 self.tokenizer,
                 self.store.output,
                 settings.chat_socket,
-                reserved.chat,
-                reserved.adapters,
+                reserved.chat_bytes,
+                reserved.adapter_bytes,
             )
             stack.callback(chat.close)
-            executor.offer_turn = partial(loop.take_turn, chat.turn)
+            executor.offer_turn = partial(loop.take_turn, chat.take_turn)
             loop.fitted_models.unused_decoder_bytes = lambda: (
                 chat.unused_adapter_bytes + loop.answers.unused_bytes
             )
@@ -323,7 +324,8 @@ class TrainingService:
     # -- jobs --------------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob:
-        """Return a job with its tokens, which the HTTP process has written to the cache."""
+        """Return a job that is ready to train. Its tokens are read from the cache, to which the HTTP process
+        has written them."""
         metric = submission.job.get("eval", {}).get("metric")
         if metric not in (None, EXACT_MATCH, *self.settings.metrics.values()):
             sentence = "is no longer registered with this service; submit the job with another metric"
@@ -343,7 +345,7 @@ class TrainingService:
         priority = spec.priority if row is None else row.priority
         return replace(job, shape=replace(job.shape, priority=priority))
 
-    def rank(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
+    def rank_jobs(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
         """Rank the jobs by the service's policy, and hold back jobs that may crash the process."""
         now, notes = time.time(), self.store.notes
         jobs = [
@@ -400,7 +402,8 @@ class TrainingService:
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:
-        """Return the device's name, its memory in bytes by purpose, and the queue."""
+        """Return the device's name, its memory in bytes by purpose, and the inputs of the admission
+        policy."""
         assert self.loop is not None
         memory, device = self.loop.fitted_models.memory, self.loop.base.device
         attached = [self.loop.jobs[name].shape for name in self.loop.executor.attached]
@@ -430,7 +433,8 @@ class TrainingService:
             self._save_epoch(job, event.step, dict(notes.metrics))
 
     def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
-        """Begin to write the adapter of this step to a separate folder."""
+        """Begin to write the adapter of a job at this step to a folder of its own, as a checkpoint that can
+        answer prompts."""
         assert self.loop is not None
         executor, folder = self.loop.executor, self.store.epoch_folder(job.name, step)
         assert isinstance(executor, Executor), "a service trains in one process"
@@ -449,12 +453,12 @@ def serve_chat(chat: ChatServer, seconds: float) -> None:
     """Answer prompts for at most the given seconds, or until no prompt is left."""
     deadline = time.monotonic() + seconds
     while (remaining := deadline - time.monotonic()) > 0:
-        if not chat.turn() and not chat.wait(remaining):
+        if not chat.take_turn() and not chat.wait(remaining):
             return
 
 
 def expected_jobs(envelope: Envelope, shape: ModelShape) -> list[JobShape]:
-    """Return the shapes of the jobs for which the layout is chosen."""
+    """Return the shapes of the jobs that a service expects, for which it chooses the layout."""
     tokens = min(envelope.sample_tokens, shape.context or envelope.sample_tokens)
     sizes = adapter_sizes(LoraSpec(rank=envelope.rank), shape)
     return [

@@ -31,20 +31,21 @@ from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 
 Evaluation = tuple[str, int]
-"""A job, and the step after which it is evaluated."""
+"""Name of a job and the step after which it is evaluated, which together identify an evaluation."""
 
 
 class JobAnswers:
     def __init__(
         self, engine: Engine, tokenizer: Any, journal: Journal, jobs: Mapping[str, PreparedJob]
     ) -> None:
-        """Create the answers of a loop. `jobs` maps the name of each job of the loop to the job."""
+        """Create the generator of answers for a training loop. `jobs` maps the name of each job of the loop
+        to the job."""
         self._engine = engine
         self._tokenizer, self._journal, self._jobs = tokenizer, journal, jobs
         self._base_answers: dict[tuple[tuple[int, ...], int], str] = {}
         """Maps a prompt and the maximum length of its answer to the answer of the bare base."""
         self.cache_bytes = engine.choice.memory.decoder_bytes
-        """Device bytes for the keys and values of answers. A service reserves other bytes for its chat."""
+        """Device bytes of the KV cache for answers. A service sets them to its own value."""
         self.window_seconds = 0.0
         """Seconds spent on answers in the current window."""
 
@@ -66,9 +67,9 @@ class JobAnswers:
     def with_answers(
         self, events: Iterable[Event], program: Program, evaluated_trials: Collection[str]
     ) -> Iterator[Event]:
-        """Yield the events of a window; evaluations of jobs that generate answers have the metric of the
-        answers. `evaluated_trials` are trials of which the mean of the last weights is evaluated: their
-        answers are measured and not shown."""
+        """Yield the events of a window, with the metric of the generated answers added to each evaluation of
+        a job that generates answers. `evaluated_trials` are trials whose averaged weights are evaluated:
+        their answers are scored but not recorded."""
         self.window_seconds = 0.0
         asked = {
             name
@@ -129,7 +130,8 @@ class JobAnswers:
                 self._journal.record_answers(name, event.step, rows)
 
     def _score_base(self, event: Evaluated, rows: Sequence[AnsweredRow], scores: Mapping[str, float]) -> None:
-        """Record the metric of the base's answers once. `scores` are the metrics of the adapter's answers."""
+        """Record the metric of the base's answers, unless it has been recorded already. `scores` are the
+        metrics of the adapter's answers."""
         prompts = self._jobs[event.job].prompts
         if prompts is None or self._journal.has_base_score(event.job):
             return
@@ -157,8 +159,8 @@ class JobAnswers:
 
     @cached_property
     def _decoder(self) -> Decoder:
-        """The decoder, which is created when the first answer is needed. Its memory is reserved from the
-        start."""
+        """Decoder that generates the answers. It is created when the first answer is needed, although its
+        memory is reserved from the start of the run."""
         return Decoder(
             self._executor.adapted,
             self.cache_bytes,
@@ -167,8 +169,8 @@ class JobAnswers:
 
     @property
     def unused_bytes(self) -> int:
-        """Bytes of the reserved cache that are unused: all of them until the first answer is needed, then
-        0."""
+        """Unused bytes of the memory reserved for the KV cache of answers: all until the first answer is
+        needed, then 0."""
         return 0 if "_decoder" in self.__dict__ else self.cache_bytes
 
     @cached_property

@@ -32,7 +32,8 @@ from weftune.trainer.options import Options
 
 TRACE = "trace.json"
 Price = Callable[[Program], float | None]
-"""Function that maps the Program of a window to its predicted seconds, or to None."""
+"""Function that maps the Program of a window to its predicted seconds, or to None if they cannot be
+predicted."""
 
 
 class TimelineWatcher:

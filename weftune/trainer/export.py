@@ -146,7 +146,8 @@ def new_folder(target_folder: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target_folder: Path) -> bool:
-    """Copy all files but the adapter's and Weftune's own; return whether a tokenizer is among them."""
+    """Copy all files of `folder` except those of the adapter and job.yaml; return whether a tokenizer is
+    among them."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
             shutil.copyfile(path, target_folder / path.name)
@@ -154,7 +155,8 @@ def copy_tokenizer(folder: Path, target_folder: Path) -> bool:
 
 
 def fix_generation_config(model: PreTrainedModel) -> None:
-    """Set `do_sample` if the config has sampling settings without it: transformers refuses to save that."""
+    """Set `do_sample` if the generation config has sampling settings without it, since transformers refuses
+    to save such a config."""
     settings = model.generation_config
     if settings is None:
         return
@@ -169,7 +171,7 @@ def fix_generation_config(model: PreTrainedModel) -> None:
 
 def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> dict[str, float]:
     """Return the mean loss per supervised token on the job's held-out rows, for each kind of weights into
-    which the adapter can be merged. Empty if the rows are not known."""
+    which the adapter can be merged. The dict is empty if the rows are not known."""
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}

@@ -1,6 +1,6 @@
 """Requests to the training loop, which it reads at window boundaries: jobs enter, leave, and change priority.
 
-A plain run reads them from files in its output folder (`FolderInbox`).
+A run of `weftune train` reads them from files in its output folder (`FolderInbox`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weftune.trainer.loop import Loop
 
 NAMED_JOBS = 8
-"""Maximum number of added jobs that an answer names."""
+"""Maximum number of job names in the answer to a request that adds jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Pause:
     id: str
     job: str
     with_sweep: bool = False
-    """Whether all trials of the job's sweep are paused."""
+    """Whether all trials of the job's sweep are to be paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,16 @@ class JobInbox(Protocol):
         ...
 
     def mark_applied(self) -> None:
-        """Record that all requests were applied. The loop writes their effects to disk afterwards."""
+        """Record that all requests that were read have been applied. The loop writes their effects to disk
+        afterwards."""
         ...
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:
-        """Report the outcome of a request, which is on disk by now."""
+        """Report the outcome of a request whose effect is already on disk."""
         ...
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Wait for requests while no job trains. Return False to end the loop."""
+        """Wait for requests while no job trains. Return False if the training loop should end."""
         ...
 
 
@@ -148,23 +149,23 @@ def _check_is_active(loop: Loop, name: str) -> None:
 
 
 class FolderInbox:
-    """The inbox of a plain run: files in its output folder, or in the folder of a share.
+    """The inbox of a run of `weftune train`: files in its output folder, or in the folder of a share.
 
-    `prepare` prepares the jobs of a jobs file for training, or raises a UserError; it calls the function that
-    it is given to record the file once all of them are prepared. `show_note` is called with sentences for the
-    user.
+    `prepare` prepares the jobs of a jobs file for training, or raises a UserError. Once all of them are
+    prepared, it calls its second argument, which records the file. `show_note` is called with sentences for
+    the user.
     """
 
     def __init__(
         self,
-        records: Path,
+        records_folder: Path,
         prepare: Callable[[FileRequest, Callable[[], None]], Sequence[PreparedJob]],
         show_note: Callable[[str], None],
     ) -> None:
-        self._records, self._prepare, self._show_note = records, prepare, show_note
+        self._records_folder, self._prepare, self._show_note = records_folder, prepare, show_note
 
     def read(self) -> Sequence[Request]:
-        return [one for path in pending_requests(self._records) for one in self._read_requests(path)]
+        return [one for path in pending_requests(self._records_folder) for one in self._read_requests(path)]
 
     def mark_applied(self) -> None:
         pass
@@ -177,17 +178,18 @@ class FolderInbox:
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
         job is left."""
-        return bool(pending_requests(self._records)) and not stop()
+        return bool(pending_requests(self._records_folder)) and not stop()
 
     def close(self) -> None:
         """Refuse the requests that arrived too late to be applied."""
-        for path in pending_requests(self._records):
+        for path in pending_requests(self._records_folder):
             self._answer_request(
                 path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
             )
 
     def _read_requests(self, path: Path) -> Sequence[Request]:
-        """Return the requests of a file. Jobs of a jobs file are prepared, recorded and answered at once."""
+        """Return the requests that a file contains. If the file adds jobs, they are prepared, and their
+        request is recorded and answered at once."""
         try:
             found = read_request(path)
         except OSError:

@@ -41,16 +41,17 @@ class PreparedJob:
     shape: JobShape
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
-    limit: int | None = None
+    step_limit: int | None = None
     """Step up to which a trial of a sweep may currently train. None means its last step."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text that initialises the job's virtual tokens."""
     requested_evaluations: frozenset[int] | None = None
-    """Steps of `evaluate_at` that the job itself requests, if a sweep adds others. None means all of them."""
+    """Steps at which the job itself requests an evaluation, if its sweep adds evaluations at other steps.
+    None means all steps with an evaluation."""
     base_samples: Samples | None = None
-    """The held-out samples for the base alone, without virtual tokens. None if the job has no held-out
-    samples, or if its adapter does not change the base at the start, so that the first evaluation is the
-    evaluation of the base."""
+    """Held-out samples on which the base alone is evaluated, without virtual tokens. None if the job has no
+    held-out samples, or if its adapter does not change the base at the start, so that the first evaluation is
+    the evaluation of the base."""
 
     reference_data: Prepared | None = None
     """Samples for the reference policy. They have no virtual tokens unless the job starts from an adapter.
@@ -64,19 +65,18 @@ class PreparedJob:
 
     @property
     def reference_adapter(self) -> str | None:
-        """Adapter of the reference policy, as in `Segment.adapter`. If the job starts from another adapter,
-        this is the job's adapter before its first step; otherwise None."""
+        """Value of `Segment.adapter` in passes of the reference policy: the job's own adapter, still
+        untrained, if the job starts from an existing adapter; otherwise None, the base alone."""
         return None if self.spec.adapter.init_from is None else OWN_ADAPTER
 
     def score_window(self, step: int, indices: np.ndarray) -> JobWindow:
-        """Return a part of a window that scores samples of `reference_data` by the reference policy. Indices
-        count the samples of its parts."""
+        """Return a part of a window in which the reference policy scores samples of `reference_data`.
+        `indices` count the samples in the order of `reference_data.parts`."""
         assert self.reference_data is not None
         return self.curriculum.score_window(step, self.reference_data, indices)
 
     def with_references(self, references: NDArray[np.float64]) -> PreparedJob:
-        """Return the job with reference log-probabilities, of which the first belong to the training
-        samples."""
+        """Return the job with reference log-probabilities, those of the training samples first."""
         data, held_out = self.data.with_references(references), self.base_samples
         if held_out is not None:
             held_out = held_out.with_references(references[sum(map(len, data.train.parts)) :])
@@ -84,7 +84,7 @@ class PreparedJob:
 
     def job_window(self, step: int, rounds: int, is_first_window: bool) -> JobWindow:
         """Return the job's part of a window that starts after `step`."""
-        return self.curriculum.job_window(step, rounds, is_first_window, self.limit)
+        return self.curriculum.job_window(step, rounds, is_first_window, self.step_limit)
 
     def base_window(self, step: int) -> JobWindow:
         """Return a part of a window that only evaluates the base without adapters on the held-out samples."""
@@ -100,7 +100,7 @@ class PreparedJob:
     @property
     def last_step(self) -> int:
         """Last step up to which the job may currently train."""
-        return self.recipe.steps if self.limit is None else self.limit
+        return self.recipe.steps if self.step_limit is None else self.step_limit
 
     def is_requested_evaluation(self, step: int) -> bool:
         """Return whether an evaluation at this step counts for the job's best weights and its early
@@ -186,15 +186,15 @@ def collate_plan(
     *,
     without_adapter: bool = False,
 ) -> Microbatch:
-    """Return the planned samples as tensors: training samples for a Forward, held-out samples for an
-    Evaluate, and either for a Score. Samples of a Score use the adapter of the reference policy. With
-    `without_adapter`, samples skip all adapters."""
+    """Return a planned microbatch as tensors: with training samples for a Forward, held-out samples for an
+    Evaluate, and either for a Score. Samples of a Score pass through the adapter of the reference policy.
+    With `without_adapter`, all samples skip the adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]
         for placed in segment.samples:
             samples, index = _sample_of_pass(job, kind, placed.sample, without_adapter)
-            before = samples.before, samples.first_position
+            before = samples.rows_before, samples.first_position
             where = placed.sample_offset, *before, placed.chunk_rows
             parts.append(Part(segment.job, segment.step, samples, index, *where))
     microbatch = collate(parts)
@@ -214,7 +214,8 @@ def _sample_route(
     kind: type[ForwardPass],
     without_adapter: bool,
 ) -> Segment:
-    """Return a segment with the adapter that its rows pass through, and the purpose of mismatched samples."""
+    """Return a segment with two fields set: the adapter that its rows pass through and, for KTO's mismatched
+    samples, whether their KL term belongs to a training batch or to an evaluation."""
     scores_reference = kind is Score and job.data.train.references is None
     adapter = None if without_adapter else job.reference_adapter if scores_reference else OWN_ADAPTER
     if kind is not Score or scores_reference:
@@ -226,7 +227,8 @@ def _sample_route(
 def _sample_of_pass(
     job: PreparedJob, kind: type[ForwardPass], index: int, without_adapter: bool
 ) -> tuple[Samples, int]:
-    """Return the samples that a kind of pass reads, and the index among them of a planned sample."""
+    """Return the set of samples that a kind of pass reads, and the index in this set of the sample that the
+    plan calls `index`."""
     data = replace(job.data, evaluation=job.base_samples) if without_adapter else job.data
     if kind is not Score:
         samples = data.evaluation if kind is Evaluate else data.train

@@ -1,5 +1,5 @@
-"""The journal of a run. It writes lines and states to the store, rows to the view, and metrics to
-trackers."""
+"""The journal of a run. It writes metrics and job states to the store, table rows to the progress view, and
+metrics to trackers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ class Journal:
         self._try_write(lambda: replace_file(self.store.records / name, content))
 
     def read_fitted_models(self) -> Any:
-        """Return the fitted time and memory models that this output contains. None if they cannot be read."""
+        """Return the fitted time and memory models that the output folder contains. None if they cannot be
+        read."""
         try:
             return json.loads((self.store.records / FITTED_MODELS).read_bytes())
         except (OSError, ValueError):
@@ -212,7 +213,7 @@ class Journal:
         self.view.update(self._rows[name])
 
     def forget_job(self, name: str) -> None:
-        """Forget the row that was last shown for an ended job."""
+        """Delete the table row of an ended job from memory."""
         self._rows.pop(name, None)
 
     def flush(self) -> bool:
@@ -237,5 +238,5 @@ class Journal:
 
 
 def _accuracy_values(key: str, value: float | None) -> dict[str, float]:
-    """Return the token accuracy under its key; empty for jobs without supervised tokens."""
+    """Return a dict that maps `key` to the token accuracy. It is empty for jobs without supervised tokens."""
     return {} if value is None else {key: value}

@@ -57,14 +57,14 @@ order of admission."""
 
 @dataclass(slots=True)
 class TimedWindow:
-    """Measurements of the running window."""
+    """Measurements of the window that is being executed."""
 
     pass_times: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
     other_seconds: float = 0.0
-    """Seconds spent in the caller's callback and in the turns of a decoder. They do not count as time of the
-    window."""
+    """Seconds spent in the user's callback and in passes of a decoder during the window. They are excluded
+    from the window's measured time."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
@@ -113,7 +113,7 @@ class Loop:
             with suppress(ValueError):
                 self.fitted_models.restore(journal.read_fitted_models())
         self.jobs: dict[str, PreparedJob] = {}
-        self.waiting: dict[str, PreparedJob] = {}
+        self.waiting_jobs: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
         """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
@@ -131,7 +131,8 @@ class Loop:
             if engine.initial_cost_model.measured
             else cpu_data_sheet_cost(engine.choice.shape)
         )
-        """Time model of `weftune plan`: from a profile of this machine, else from its data sheet."""
+        """Time model that `weftune plan` uses: from a profile of this machine or, without a profile, from its
+        data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
@@ -142,22 +143,22 @@ class Loop:
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
         """Source of requests, which are read at window boundaries."""
-        self.rank: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
+        self.rank_jobs: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
         """Policy by which jobs are admitted: by default, the priority and the order of each job."""
         self.watch_pass: Callable[[Passed], None] | None = None
         """Function that is called after every pass."""
-        self.paused: set[str] = set()
+        self.paused_jobs: set[str] = set()
         """Jobs that were paused on request and have not been resumed."""
         self._stop: Callable[[], bool] = lambda: False
         """Function that returns whether the run is to end."""
         self._callback: Callback | None = None
-        self._judged: frozenset[str] = frozenset()
+        self._evaluated_trials: frozenset[str] = frozenset()
         """Trials that make no step in this window: only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
         """Maximum number of attached jobs. It is set after a shortage of memory, until one of these jobs has
         ended."""
         self._max_jobs_reason = ""
-        self._overtaken: Mapping[str, int] = {}
+        self._overtake_counts: Mapping[str, int] = {}
         """Maps each waiting job to the number of later jobs that were admitted before it."""
         self._preempted_by: dict[str, str] = {}
         """Maps each preempted job that still waits to the job that replaced it."""
@@ -172,7 +173,7 @@ class Loop:
             job = _clear_source(job)
         job = self.jobs[job.name] = self.sweeps.add_trial(job)
         if not self.sweeps.is_resting(job.name):
-            self.waiting[job.name] = job
+            self.waiting_jobs[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
             self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
@@ -186,8 +187,8 @@ class Loop:
     def cancel(self, name: str) -> None:
         """Cancel a job: immediately if it is waiting, and before its next microbatch if it is attached."""
         is_paused = self.store.job(name).state is State.PAUSED
-        if name in self.waiting or is_paused or self.sweeps.is_resting(name):
-            self.paused.discard(name)
+        if name in self.waiting_jobs or is_paused or self.sweeps.is_resting(name):
+            self.paused_jobs.discard(name)
             self._remove_from_queue(name, State.CANCELLED)
             self.journal.flush()
         elif name in self.executor.attached and name not in self._endings:
@@ -205,7 +206,7 @@ class Loop:
             raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
         if self.store.job(name).state is State.PAUSED:
             raise SpecError(f"{name} is paused already: {self.store.job(name).reason}")
-        if name in self.waiting or self.sweeps.is_resting(name):
+        if name in self.waiting_jobs or self.sweeps.is_resting(name):
             self._remove_from_queue(name, State.PAUSED, self._pause_reason(name))
         else:
             self._save_and_detach([name])
@@ -213,7 +214,7 @@ class Loop:
                 # It could not be saved, and is paused for that reason.
                 return
             self.journal.set_state(name, State.PAUSED, self._pause_reason(name))
-        self.paused.add(name)
+        self.paused_jobs.add(name)
 
     def _pause_reason(self, name: str) -> str:
         return f"{ON_REQUEST} at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
@@ -222,7 +223,7 @@ class Loop:
         """Queue a paused job again. Called between windows."""
         if self.store.job(name).state is not State.PAUSED:
             raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
-        self.paused.discard(name)
+        self.paused_jobs.discard(name)
         self.journal.set_state(name, State.QUEUED)
         self.add_job(self.jobs[name])
 
@@ -230,8 +231,8 @@ class Loop:
         """Change the priority with which a job is admitted and preempted from now on."""
         job = self.jobs[name]
         self.jobs[name] = replace(job, shape=replace(job.shape, priority=priority))
-        if name in self.waiting:
-            self.waiting[name] = self.jobs[name]
+        if name in self.waiting_jobs:
+            self.waiting_jobs[name] = self.jobs[name]
 
     def finish_requests(self) -> None:
         """Detach the jobs that requests have ended, and write the effect of all requests to disk."""
@@ -240,7 +241,7 @@ class Loop:
 
     def _remove_from_queue(self, name: str, state: State, reason: str = "") -> None:
         """Record the new state of a job that waits in the queue or at a rung of its sweep."""
-        self.waiting.pop(name, None)
+        self.waiting_jobs.pop(name, None)
         self.sweeps.remove_resting_trial(name)
         self.journal.set_state(name, state, reason)
 
@@ -248,10 +249,10 @@ class Loop:
         """Admit and preempt jobs at a window boundary."""
         self._check_source_jobs()
         attached = self._job_shapes(self.executor.attached)
-        waiting = [job.shape for job in self.waiting.values()]
-        ranking = self.rank(waiting, attached)
+        waiting = [job.shape for job in self.waiting_jobs.values()]
+        ranking = self.rank_jobs(waiting, attached)
         decision = admit_jobs(
-            ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtaken
+            ranking.waiting_jobs, ranking.attached_jobs, self._misfit_reason, self._overtake_counts
         )
         held_names = [name for name in self.executor.attached if name in ranking.hold_reasons]
         if self.executor.unfinished.batches and (
@@ -261,10 +262,10 @@ class Loop:
             self._detach_ended()
             self._admit_jobs()
             return
-        self._overtaken = decision.overtake_counts
+        self._overtake_counts = decision.overtake_counts
         self._requeue_jobs({name: ranking.hold_reasons[name] for name in held_names})
         for name, reason in decision.too_large.items():
-            advice = self.fitted_models.memory.advice(self.waiting.pop(name).shape)
+            advice = self.fitted_models.memory.advice(self.waiting_jobs.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted_by
         priorities = {name: self.jobs[name].shape.priority for name in decision.preempted_by.values()}
@@ -277,7 +278,7 @@ class Loop:
         if self._endings:
             # A job that cannot be saved is detached all the same.
             self._detach_ended()
-        waiting_reasons = {one: why for one, why in ranking.hold_reasons.items() if one in self.waiting}
+        waiting_reasons = {one: why for one, why in ranking.hold_reasons.items() if one in self.waiting_jobs}
         for name, reason in {**decision.wait_reasons, **waiting_reasons}.items():
             # A preempted job keeps its reason as long as the job that replaced it is attached.
             is_replaced = self._preempted_by.get(name) in self.executor.attached
@@ -285,7 +286,7 @@ class Loop:
                 self.store.explain_job(name, reason)
                 self.journal.show_job(name, reason=reason)
         written = {
-            name: self.result_writer.write_job_file_ahead(self.waiting[name])
+            name: self.result_writer.write_job_file_ahead(self.waiting_jobs[name])
             for name in decision.admitted_names
         }
         for name in decision.admitted_names:
@@ -295,14 +296,14 @@ class Loop:
             # If the process dies while it attaches them, the next one knows which jobs these were.
             self.journal.flush()
         for name in decision.admitted_names:
-            self._attach_job(self.waiting.pop(name), written[name])
+            self._attach_job(self.waiting_jobs.pop(name), written[name])
         if decision.admitted_names or decision.too_large:
             # Once for all of them, however many are admitted.
             self.journal.flush()
 
     def _check_source_jobs(self) -> None:
         """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
-        for name, job in list(self.waiting.items()):
+        for name, job in list(self.waiting_jobs.items()):
             if not (source := job.shape.source_job):
                 continue
             while source in self.result_writer:
@@ -315,9 +316,9 @@ class Loop:
                 has_adapter = (self.store.output / source / CONFIG).exists()
                 state = State.SUCCEEDED if has_adapter else State.PAUSED
             if state is State.SUCCEEDED:
-                self.jobs[name] = self.waiting[name] = _clear_source(job)
+                self.jobs[name] = self.waiting_jobs[name] = _clear_source(job)
             elif state not in (State.QUEUED, State.RUNNING):
-                del self.waiting[name]
+                del self.waiting_jobs[name]
                 self.journal.set_state(name, State.PAUSED, source_stopped_reason(self.store, source, state))
 
     def _misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
@@ -415,11 +416,11 @@ class Loop:
             self._apply_sweep_decisions()
             if self.inbox is not None:
                 handle_requests(self, self.inbox)
-            before = len(self.waiting)
+            before = len(self.waiting_jobs)
             self._admit_jobs()
             if not self.executor.attached:
                 if (
-                    len(self.waiting) < before
+                    len(self.waiting_jobs) < before
                     or self._apply_sweep_decisions()
                     or self._wait_for_requests(stop)
                 ):
@@ -432,16 +433,16 @@ class Loop:
             attached = [name for name in self.executor.attached if name not in unscored_samples]
             starting_jobs = frozenset(name for name in attached if self._needs_first_evaluation(name))
             awaited = {name for name in attached if self.sweeps.is_awaited(name, self._current_step(name))}
-            self._judged = (
+            self._evaluated_trials = (
                 frozenset(name for name in awaited if self.sweeps.evaluates_mean_weights(name))
                 - starting_jobs
             )
-            program = self.windows.next(starting_jobs | self._judged, unscored_samples)
+            program = self.windows.next_window(starting_jobs | self._evaluated_trials, unscored_samples)
             # Only now: a window that was planned ahead may refer to jobs that have ended.
             self._release_ended()
             self.windows.plan_ahead(program)
             # A trial that is being evaluated has already been saved at its last step, if it was to be saved.
-            program = program.without_saves(self._recently_saved() | self._judged)
+            program = program.without_saves(self._recently_saved() | self._evaluated_trials)
             with self._use_mean_weights():
                 self._execute_program(program, stop, callback)
             for name, numbers in self.references.finish_window().items():
@@ -514,8 +515,8 @@ class Loop:
         return True
 
     def take_turn(self, action: Callable[[], object]) -> None:
-        """Call `action`, with which a decoder runs between two passes. Its seconds do not count as time of
-        the window."""
+        """Call `action`, which runs a decoder between two passes of training. Its seconds are excluded from
+        the window's measured time."""
         began = time.monotonic()
         action()
         self._timed.other_seconds += time.monotonic() - began
@@ -534,15 +535,16 @@ class Loop:
 
     @contextmanager
     def _use_mean_weights(self) -> Iterator[None]:
-        """Within the context, make passes read the mean weights of the trials that are being evaluated."""
-        for name in self._judged:
+        """Return a context manager within which passes read the mean weights of the trials that are being
+        evaluated."""
+        for name in self._evaluated_trials:
             self.executor.use_mean_weights(name)
         yield
-        for name in self._judged:
+        for name in self._evaluated_trials:
             # An ended trial keeps reading zeros; a detached one has its own weights when attached again.
             if name in self.executor.attached and name not in self._endings:
                 self.executor.use_latest_weights(name)
-        self._judged = frozenset()
+        self._evaluated_trials = frozenset()
 
     def _recently_saved(self) -> frozenset[str]:
         """Return the jobs without `save_every` whose last checkpoint is too recent to write another."""
@@ -564,7 +566,7 @@ class Loop:
         """Finish the batches that the last window left unfinished, since jobs can only join and leave a
         drained pipeline."""
         if self.executor.unfinished.batches:
-            self._execute_program(self.windows.drain(), self._stop, self._callback)
+            self._execute_program(self.windows.drain_window(), self._stop, self._callback)
 
     def _execute_program(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         attached = {name: self.jobs[name].shape for name in self.executor.attached}
@@ -583,7 +585,7 @@ class Loop:
         fitted, began = True, time.monotonic()
         try:
             events = self.executor.run(program, partial(collate_plan, jobs=self.jobs), stop)
-            for event in self.answers.with_answers(events, program, self._judged):
+            for event in self.answers.with_answers(events, program, self._evaluated_trials):
                 self._handle_event(event, callback)
         except OutOfMemory:
             # Handled below, when the traceback no longer holds tensors.
@@ -674,7 +676,7 @@ class Loop:
                     )
                 if (reason := self.sweeps.record_step(event)) is not None and job not in self._endings:
                     self._set_ending(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
-            case Evaluated(job) if job in self._judged:
+            case Evaluated(job) if job in self._evaluated_trials:
                 self.journal.record_rung(event)
                 self.sweeps.record_mean_evaluation(event)
             case Evaluated():
@@ -685,7 +687,11 @@ class Loop:
                 self._save_checkpoint(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
-        if callback is not None and isinstance(event, Stepped | Evaluated) and event.job not in self._judged:
+        if (
+            callback is not None
+            and isinstance(event, Stepped | Evaluated)
+            and event.job not in self._evaluated_trials
+        ):
             began = time.monotonic()
             with phase(Phase.OTHER):
                 callback(event)
@@ -710,8 +716,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save_checkpoint(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint after the job's last one is complete. However slow the disk is, a killed run
-        then loses at most the steps of one interval `save_every`."""
+        """Begin a checkpoint once the job's previous one is complete. So, however slow the disk is, a killed
+        run loses at most the steps of one interval `save_every`."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
@@ -789,8 +795,8 @@ class Loop:
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
 
     def _requeue_jobs(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
-        """Save jobs and queue them again with the reasons; `are_resting_trials` marks trials that wait at a
-        rung."""
+        """Save and detach jobs, and queue them again. `reasons` maps each job to the reason that the user
+        sees; with `are_resting_trials`, the jobs are trials that wait at a rung."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
@@ -798,7 +804,7 @@ class Loop:
             if are_resting_trials:
                 self.sweeps.mark_resting(name)
             else:
-                self.waiting[name] = self.jobs[name]
+                self.waiting_jobs[name] = self.jobs[name]
             self.journal.set_state(name, State.QUEUED, reasons[name])
         self.journal.flush()
 
@@ -821,7 +827,7 @@ class Loop:
             reason = self._interruption_reason(training.progress.step)
             self.journal.set_state(training.job, State.PAUSED, reason)
         self._detach_ended()
-        for name in [*self.waiting, *self.sweeps.resting_trials()]:
+        for name in [*self.waiting_jobs, *self.sweeps.resting_trials()]:
             self._remove_from_queue(name, State.PAUSED, self._interruption_reason(self.store.job(name).step))
 
     def _interruption_reason(self, step: int) -> str:
@@ -836,11 +842,11 @@ class Loop:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}
         orders = self.sweeps.trial_orders(attached, self.result_writer)
-        before = frozenset(self.waiting)
+        before = frozenset(self.waiting_jobs)
         for name, limit in orders.step_limits.items():
-            if self.jobs[name].limit != limit:
-                self.jobs[name] = replace(self.jobs[name], limit=limit)
-        self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted_trials)}
+            if self.jobs[name].step_limit != limit:
+                self.jobs[name] = replace(self.jobs[name], step_limit=limit)
+        self.waiting_jobs = {name: self.jobs[name] for name in (*self.waiting_jobs, *orders.promoted_trials)}
         for name, reason in orders.leave_reasons.items():
             self._leave_sweep(name, reason)
         self._requeue_jobs(orders.rest_reasons, are_resting_trials=True)
@@ -848,7 +854,7 @@ class Loop:
         if self.add is not None:
             self.sweeps.propose_trials(self.add, self.journal.note)
         self._handle_writes()
-        return not before.issuperset(self.waiting)
+        return not before.issuperset(self.waiting_jobs)
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.attached:

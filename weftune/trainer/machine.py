@@ -26,8 +26,8 @@ from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
 
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
-"""Operations per second and bytes per second of a GPU without a data sheet, and bytes per second of a disk,
-used if nothing may be measured."""
+"""Speeds that are assumed if nothing may be measured: operations per second and memory bytes per second of a
+GPU without a data sheet, and bytes per second of a disk."""
 WARNED_SHARE = 0.9
 """Minimum fraction of the planned memory that must be free. Otherwise a deterministic run prints a
 warning."""
@@ -129,7 +129,7 @@ def memory_warning(options: Options, device: torch.device) -> str:
 
 
 def data_sheet_gpu(budget_bytes: int, host_bytes: int, _workers: int = 1) -> StreamDevice:
-    """Return the GPU as its data sheet describes it, which is the same in every run."""
+    """Return a description of the GPU with the speeds of its data sheet, which are the same in every run."""
     speed = data_sheet_device_speed(on_gpu=True)
     if speed is None:
         return gpu_device(budget_bytes, host_bytes, PCIE.bandwidth, UNKNOWN_FLOPS, UNKNOWN_MEMORY)
@@ -139,7 +139,8 @@ def data_sheet_gpu(budget_bytes: int, host_bytes: int, _workers: int = 1) -> Str
 def measure_gpu(
     spec: BaseSpec, device: torch.device, budget_bytes: int, host_bytes: int, _workers: int = 1
 ) -> StreamDevice:
-    """Return the GPU with the speeds of its host link and matrix products, measured now."""
+    """Measure the GPU's host link and matrix products, and return a description of the GPU with these
+    speeds."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_device(
         budget_bytes, host_bytes, link.bandwidth, link.flops, link.memory_bandwidth, link.duplex_bandwidth
@@ -153,7 +154,8 @@ def file_stream_device(
     host_error: HostTooSmall,
     measure_speed: bool = True,
 ) -> StreamDevice:
-    """Return the device for a base streamed from its files; if impossible, add the reason to `host_error`."""
+    """Return the device for a base that is streamed from its files. If that is impossible, raise HostTooSmall
+    with the reasons of `host_error` and the further reason."""
     try:
         files = list(weights_in_files(spec, device))
     except BaseModelError as error:

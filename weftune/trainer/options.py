@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AUTO = 0
 """Value of `Options.pipeline` and `Options.shards` that lets the planner choose the number."""
 ALL = 0
-"""Value of `Options.gpus` that means all devices."""
+"""Value of `Options.gpus` that requests all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Options:
     device: str | None = None
     resume: bool = False
     restart: tuple[str, ...] = ()
-    """Jobs to train from the beginning although they have started."""
+    """Names of jobs to train from the beginning although they have started."""
     retry: tuple[str, ...] = ()
-    """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
+    """Names of jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
     allowed keys."""
@@ -51,12 +51,12 @@ class Options:
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
-    """Control of the other workers, if several hold the base together and this process is the first of
-    them."""
+    """Object that sends commands to the other workers, if several workers hold the base together and this
+    process is the first. None otherwise."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
-    """Number of this process's share of the jobs, if other processes train the other shares."""
+    """Index of this process's share of the jobs. None if the jobs are not divided into shares."""
     shares: int = 1
     """Number of shares of the jobs, each with processes of its own; they also share the host's memory."""
     command: str = PYTHON_COMMAND
@@ -72,10 +72,11 @@ class Options:
     its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
 
     mechanisms: Mechanisms | None = None
-    """Mechanisms of the planner, some of which may be left out to compare plans. None means all of them."""
+    """Optimisations that the planner may use. Some are disabled to measure their benefit (`weftune plan
+    --ablate`); None enables all."""
 
     def __post_init__(self) -> None:
-        """Raise an error if options exclude each other."""
+        """Raise an error if two options cannot be combined."""
         number = "all" if self.gpus == ALL else self.gpus
         if self.gpu_memory is not None and (self.gpus is not None or self.replicas > 1):
             raise UserError(
@@ -151,7 +152,8 @@ class Options:
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Return the bytes of host memory for a run: a share of the free bytes, or of all if `deterministic`."""
+    """Return the bytes of host memory for a run: a fraction of the free bytes, or of all bytes if
+    `deterministic`."""
     import psutil
 
     from weftune.plan.cost.cluster import USABLE_SHARE

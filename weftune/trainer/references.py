@@ -24,7 +24,8 @@ from weftune.run.events import Scored
 from weftune.trainer.job import PreparedJob
 
 COPY = "references"
-"""Name of the file among a job's checkpoints."""
+"""Name of the file, in the folder of a job's checkpoints, that holds the job's reference
+log-probabilities."""
 PROBED_ROWS = 64
 """Number of rows of a weight that are hashed to identify a base, in addition to its name."""
 
@@ -34,13 +35,14 @@ class _Unscored:
     """Reference log-probabilities of which some are not known yet, and the jobs that wait for them."""
 
     key: str
-    """Key of the files: it identifies the samples and the base."""
-    numbers: NDArray[np.float64]
+    """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""
+    logprobs: NDArray[np.float64]
     """Log-probability of each sample. NaN for samples that are not scored yet."""
     shared_file: Path | None
-    """File for all jobs with the same reference policy. None if its adapter is not known."""
+    """File of the log-probabilities that all jobs with the same samples and reference policy share. None if
+    the adapter of the reference policy is not known."""
     copies: dict[str, Path] = field(default_factory=dict)
-    """Maps each waiting job to its file in the folder of its checkpoints."""
+    """Maps each waiting job to the file of its log-probabilities in the folder of its checkpoints."""
 
     def files(self) -> Iterator[Path]:
         if self.shared_file is not None:
@@ -49,17 +51,19 @@ class _Unscored:
             yield from self.copies.values()
 
     def is_complete(self) -> bool:
-        return not np.isnan(self.numbers).any()
+        return not np.isnan(self.logprobs).any()
 
 
 class References:
     def __init__(self, base: Base, folder: Path, note: Callable[[str], None]) -> None:
-        """`folder` is the cache of tokenised samples. `note` is called with sentences for the user."""
+        """Create the reference log-probabilities of a run, none of which are known yet. `folder` is the cache
+        of tokenised samples, and `note` is called with sentences for the user."""
         self._base, self._folder, self._note = base, folder, note
         self._base_key = ""
         """Hash of the base, computed when a job first needs it."""
         self._unscored: dict[str, _Unscored] = {}
-        """Maps keys to the numbers that attached jobs wait for. Jobs with the same key share them."""
+        """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
+        Jobs with the same hash share them."""
 
     def add_job(
         self, job: PreparedJob, checkpoints: Path, start_folder: Path | None, has_begun: bool
@@ -85,9 +89,9 @@ class References:
         policy = _policy_key(job, key, start_folder) if is_known else job.name
         shared = self._folder / f"references-{policy}" if is_known else None
         if policy not in self._unscored:
-            numbers = None if shared is None else read_references(shared, key, count)
+            logprobs = None if shared is None else read_references(shared, key, count)
             self._unscored[policy] = _Unscored(
-                key, np.full(count, np.nan) if numbers is None else numbers, shared
+                key, np.full(count, np.nan) if logprobs is None else logprobs, shared
             )
         waiting = self._unscored[policy]
         waiting.copies[job.name] = copy
@@ -95,13 +99,13 @@ class References:
             return job
         self._write_files(waiting)
         self.remove_job(job.name)
-        return job.with_references(waiting.numbers)
+        return job.with_references(waiting.logprobs)
 
     def _reference_key(self, job: PreparedJob) -> str:
         self._base_key = self._base_key or _base_key(self._base)
         data = job.reference_data
         assert data is not None
-        samples = [[part.fingerprint, part.before, part.first_position] for part in data.parts]
+        samples = [[part.fingerprint, part.rows_before, part.first_position] for part in data.parts]
         return reference_key(samples, self._base_key, str(self._base.dtype))
 
     def remove_job(self, job: str) -> None:
@@ -118,14 +122,14 @@ class References:
         found: dict[str, NDArray[np.int64]] = {}
         for one in self._unscored.values():
             first, *others = one.copies
-            found[first] = np.flatnonzero(np.isnan(one.numbers))
+            found[first] = np.flatnonzero(np.isnan(one.logprobs))
             found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
         return found
 
     def record(self, scores: Scored) -> None:
         for one in self._unscored.values():
             if scores.job in one.copies:
-                one.numbers[list(scores.samples)] = scores.logprobs
+                one.logprobs[list(scores.samples)] = scores.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
@@ -134,16 +138,16 @@ class References:
         for policy, one in list(self._unscored.items()):
             self._write_files(one)
             if one.is_complete():
-                found |= dict.fromkeys(one.copies, one.numbers)
+                found |= dict.fromkeys(one.copies, one.logprobs)
                 del self._unscored[policy]
         return found
 
     def _write_files(self, unscored_samples: _Unscored) -> None:
-        """Write the files. Training does not depend on them, but without them a resumed run computes the
-        log-probabilities again."""
+        """Write reference log-probabilities to their files. Errors are not raised, since training continues
+        without the files; only a resumed run must compute the log-probabilities again."""
         for path in unscored_samples.files():
             try:
-                write_references(path, unscored_samples.key, unscored_samples.numbers)
+                write_references(path, unscored_samples.key, unscored_samples.logprobs)
             except OutputError as error:
                 self._note(f"warning: {error}; a resumed run scores these samples again.")
 
@@ -162,7 +166,8 @@ def _base_key(base: Base) -> str:
 
 
 def _policy_key(job: PreparedJob, key: str, start_folder: Path | None) -> str:
-    """Return a hash of the samples, the base and the starting adapter: its files and the job's settings."""
+    """Return a hash of the reference policy and its samples: `key`, which identifies the samples and the
+    base, and the files and settings of the starting adapter."""
     if start_folder is None:
         return reference_key(key)
     files = [hashlib.sha256((start_folder / name).read_bytes()).hexdigest() for name in (CONFIG, WEIGHTS)]

@@ -78,9 +78,10 @@ def read_retries(folder: Path) -> list[dict[str, Any]]:
     return list(found.values.get("retries", [])) if found else []
 
 
-def add_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """Return the content of job.yaml with the retries that the job's folder records, followed by `more`."""
-    retries = [*read_retries(folder), *(retry.record() for retry in more)]
+def add_retries(description: dict[str, Any], folder: Path, *new_retries: Retry) -> dict[str, Any]:
+    """Return the content of job.yaml with the retries that the job's folder records, followed by the new
+    ones."""
+    retries = [*read_retries(folder), *(retry.record() for retry in new_retries)]
     return {**description, "retries": retries} if retries else description
 
 
@@ -93,7 +94,7 @@ def refuse_changes(
     """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
     The keys in `allowed_changes` may differ, since the user requested it. `command` is the command that
-    resumes the run. Return a sentence about a damaged file, or "".
+    resumes the run. Return a sentence for the user if job.yaml is damaged, otherwise "".
     """
     name = description["job"]["name"]
     restart = f"restart it with {resume_line(command, restart=[name])}"
@@ -135,7 +136,8 @@ def refuse_changes(
 
 
 def changed_settings(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return `KEY OLD, now NEW` for every changed setting of a finished job; its rows are not compared."""
+    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of its data
+    are not compared."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -169,7 +171,7 @@ def _overlaps_key(key: str, keys: Collection[str]) -> bool:
 
 
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
-    """Raise OutputError if adapters and checkpoints of the jobs need more than is free.
+    """Raise OutputError if adapters and checkpoints of the jobs need more bytes than are free on the disk.
 
     Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
     this machine holds, however many jobs wait.
@@ -203,8 +205,9 @@ class TokenizerFiles:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._made: dict[str | None, dict[Path, bytes]] = {}
-        """Maps each chat template (None: the tokenizer's own) to the paths and contents of its files."""
+        self._files_by_template: dict[str | None, dict[Path, bytes]] = {}
+        """Maps each chat template to the paths and contents of the tokenizer's files with this template. The
+        key None stands for the tokenizer's own template."""
         self._one_at_a_time = threading.Lock()
 
     def files_with_template(self, job: PreparedJob | None) -> Mapping[Path, bytes]:
@@ -213,9 +216,9 @@ class TokenizerFiles:
         chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
-            if template not in self._made:
-                self._made[template] = self._create_files(template)
-            return self._made[template]
+            if template not in self._files_by_template:
+                self._files_by_template[template] = self._create_files(template)
+            return self._files_by_template[template]
 
     def _create_files(self, template: str | None) -> dict[Path, bytes]:
         own = copy.deepcopy(self._tokenizer)
@@ -228,7 +231,7 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Do the slow parts of writing a result that do not depend on the weights in advance."""
+    """Do in advance the slow parts of writing an adapter that do not depend on its weights."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.files_with_template(job)
@@ -263,7 +266,8 @@ def write_result(
 
 
 def _move_into_place(draft_folder: Path, folder: Path) -> None:
-    """Sync the result to disk before the status reports it and its checkpoints are deleted."""
+    """Sync the files of a result to disk and move them to `folder`. This precedes the report of success and
+    the deletion of the job's checkpoints."""
     paths = sorted(draft_folder.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():
@@ -305,20 +309,20 @@ class ResultWriter:
         self._store, self._journal = store, journal
         self._tokenizer = TokenizerFiles(tokenizer)
         self._endings: dict[str, Ending] = {}
-        self._begun: dict[str, Future[None]] = {}
-        """Maps each detached job to the pending write of its adapter, with which the job ends."""
-        self._spent: list[str] = []
-        """Jobs whose checkpoints are deleted once the status on disk says how the jobs ended."""
+        self._pending_adapters: dict[str, Future[None]] = {}
+        """Maps each detached job to the pending write of its adapter, after which the job has ended."""
+        self._checkpoints_to_delete: list[str] = []
+        """Ended jobs whose checkpoints are deleted as soon as the outcome of these jobs is on disk."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the adapter of a detached job is still being written."""
-        return name in self._begun
+        """Return whether the adapter of a detached job is still being written."""
+        return name in self._pending_adapters
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._begun)
+        return iter(self._pending_adapters)
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._pending_adapters)
 
     def checkpoints(self, name: str) -> Path:
         return self._store.output / name / CHECKPOINTS
@@ -326,8 +330,8 @@ class ResultWriter:
     # -- admission ---------------------------------------------------------------------------------------
 
     def write_job_file_ahead(self, job: PreparedJob) -> Future[None] | None:
-        """Begin to write a job file while other jobs are prepared, since thousands of small files wait for
-        the disk. Return None if the job has checkpoints, which are inspected first."""
+        """Begin to write the file job.yaml of a job while other jobs are prepared, since writing thousands of
+        small files is slow. Return None if the job has checkpoints, since these are inspected first."""
         if self.checkpoints(job.name).exists():
             return None
         return self._writer.run(job.name, partial(self.write_job_file, job))
@@ -342,8 +346,8 @@ class ResultWriter:
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare a result in a background thread. Errors are ignored, since they occur again when the files
-        are written."""
+        """Prepare the files of a job in a background thread. Errors are ignored, since they occur again when
+        the files are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)
@@ -356,10 +360,10 @@ class ResultWriter:
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take_snapshot(training)
         self._endings[training.job] = ending
-        self._begun[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
+        self._pending_adapters[training.job] = self._writer.write(snapshot, partial(self._write_adapter, job))
 
     def _write_adapter(self, job: PreparedJob, snapshot: Snapshot) -> None:
-        """Write the adapter; called in a background thread."""
+        """Write the adapter of a job. The method is called in a background thread."""
         vectors = snapshot.tensors()
         keeps_best = job.spec.keep == "best" and "best" in vectors
         parameters = snapshot.layout.parameter_views(vectors["best" if keeps_best else "master"])
@@ -383,30 +387,30 @@ class ResultWriter:
         return self._writer.write(snapshot, write)
 
     def drop_job_checkpoints(self, name: str) -> None:
-        self._spent.append(name)
+        self._checkpoints_to_delete.append(name)
 
     def record_finished_writes(self) -> None:
         """Record the ends of jobs whose adapters were written, or could not be written, since the last
         call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
-        while self._begun and next(iter(self._begun.values())).done():
-            name = next(iter(self._begun))
+        while self._pending_adapters and next(iter(self._pending_adapters.values())).done():
+            name = next(iter(self._pending_adapters))
             ending = self._endings.pop(name)
-            if (trouble := find_disk_error(self._begun.pop(name))) is not None:
+            if (trouble := find_disk_error(self._pending_adapters.pop(name))) is not None:
                 reason = f"its adapter cannot be written: {trouble}; {self.resume_advice(name)}"
                 ending = Ending(State.PAUSED, reason)
             self._journal.set_state(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 self.drop_job_checkpoints(name)
-        if self._spent and (self._store.is_write_due() or not self._begun):
+        if self._checkpoints_to_delete and (self._store.is_write_due() or not self._pending_adapters):
             # Deleted once the states are on disk: one write for all of them.
             if self._journal.flush():
-                for name in self._spent:
+                for name in self._checkpoints_to_delete:
                     self._writer.run(name, partial(shutil.rmtree, self.checkpoints(name), ignore_errors=True))
-            self._spent.clear()
+            self._checkpoints_to_delete.clear()
 
     def wait_for_next_write(self) -> None:
-        wait([next(iter(self._begun.values()))])
+        wait([next(iter(self._pending_adapters.values()))])
 
     def resume_advice(self, name: str) -> str:
         progress = checkpoint.newest_progress(self.checkpoints(name))

@@ -56,7 +56,9 @@ class Sweeps:
                 sweep.resting.add(job.name)
         # A trial that was paused has the rungs among its evaluations already.
         requested = job.evaluate_at if job.requested_evaluations is None else job.requested_evaluations
-        return replace(job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, limit=limit)
+        return replace(
+            job, evaluate_at=job.evaluate_at | rungs, requested_evaluations=requested, step_limit=limit
+        )
 
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
         """Return the job with the spans over which its weights are averaged, if its sweep compares trials by
@@ -89,7 +91,7 @@ class Sweeps:
         return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
 
     def evaluates_mean_weights(self, name: str) -> bool:
-        """Whether the rungs of the trial evaluate the mean of its last weights."""
+        """Return whether the rungs of the trial evaluate the mean of its last weights."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.evaluates_mean_weights
 
@@ -118,7 +120,7 @@ class Sweeps:
         )
 
     def propose_trials(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
-        """Add the jobs of those generations of trials that can begin now."""
+        """Let each sweep propose trials as long as it can, and add them as jobs."""
         for sweep in self.sweeps:
             while new := sweep.propose_trials():
                 self._sweep_of_trial |= dict.fromkeys((trial.name for trial in new), sweep)
@@ -129,7 +131,7 @@ class Sweeps:
                         sweep.record_refusal(trial.name, str(error))
                         show_note(f"warning: {trial.name} cannot be trained: {error}")
 
-    def decide(self, store: Store) -> None:
+    def decide_rungs(self, store: Store) -> None:
         """Decide the rungs that all trials have reached from the metrics in the store, while no job trains.
         Trials that leave are cancelled in the store."""
         for sweep in self.sweeps:
@@ -139,7 +141,7 @@ class Sweeps:
             shutil.rmtree(store.output / name / CHECKPOINTS, ignore_errors=True)
 
     def is_waiting_at_rung(self, name: str) -> bool:
-        """Whether the trial has been evaluated at a rung and waits there for other trials."""
+        """Return whether the trial has been evaluated at a rung and waits there for other trials."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.rungs.is_waiting_at_rung(name)
 
@@ -149,7 +151,8 @@ class Sweeps:
 
     def stranded_trials(self) -> Iterator[tuple[str, str]]:
         """Yield the trials that still wait for others when no job is attached, with the reason, such as a
-        paused trial. Yield none if the launcher decides about trials, since it trains them again."""
+        paused trial. Yield nothing in a process that trains a share, since its launcher decides about the
+        trials and trains them again."""
         for sweep in self.sweeps:
             for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides_rungs else ():
                 step, other = sweep.rungs.limit(name), sweep.awaited_trial()

@@ -1,4 +1,4 @@
-"""The trainer of the run that a jobs file describes."""
+"""Creation of the `Trainer` of a run from the run's specification."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ from weftune.trainer.sweeps import Sweeps
 class Result:
     """The outcome of a job: its state, its folder, and its metrics.
 
-    Keys that begin with `eval_` are of the adapter that is kept, those with `base_eval_` of the base without
-    it; `rewards/chosen` and the like, without a prefix, are of the last step.
+    Metrics whose keys begin with `eval_` belong to the adapter that is kept, and those with `base_eval_` to
+    the base without an adapter. Metrics without a prefix, such as `rewards/chosen`, belong to the last step.
     """
 
     state: State
@@ -140,13 +140,13 @@ class Trainer:
         """Encoder shared by all jobs, since computing its fingerprint takes much of a second."""
 
     def add(self, job: JobSpec) -> Trainer:
-        """Add a job, before the run or from a callback inside it."""
+        """Add a job, before the run or from a callback during it."""
         if job.name in self.jobs:
             raise SpecError(Mistake(f"job {job.name}", "there is already a job of that name"))
         self.jobs[job.name] = job
         if self.loop is not None and not self._has_ended(self._store_in_folder(self.loop), job.name):
             try:
-                (ready,) = self._prepare_joining([job], self._place)
+                (ready,) = self._prepare_joining_jobs([job], self._place)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -158,9 +158,9 @@ class Trainer:
         assert isinstance(loop.store, Store), "a trainer keeps its jobs in a folder"
         return loop.store
 
-    def _prepare_joining(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
-        """Prepare jobs that join the current run, or raise the mistakes of all of them. The jobs are in
-        `self.jobs` already."""
+    def _prepare_joining_jobs(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
+        """Prepare jobs that join the current run, and are in `self.jobs` already. Raise one error for the
+        invalid jobs among them."""
         assert self.loop is not None
         shape = self.loop.choice.shape
         self._check_prepared_jobs(jobs, shape, locate)
@@ -172,7 +172,7 @@ class Trainer:
             self.loop.answers.check(job)
         return ready
 
-    def _prepare_added(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
+    def _prepare_added_jobs(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
         """Prepare the jobs of a file that `weftune jobs add` has sent to the running run, and begin its
         sweeps. `record` keeps the file for `--resume`."""
         assert self.loop is not None
@@ -188,7 +188,7 @@ class Trainer:
         for sweep in run.sweeps:
             self.add_sweep(sweep)
         try:
-            ready = self._prepare_joining(run.jobs, run.locate)
+            ready = self._prepare_joining_jobs(run.jobs, run.locate)
             opened = [self._open_sweep(store, sweep) for sweep in run.sweeps]
             record()
         except UserError:
@@ -289,7 +289,7 @@ class Trainer:
             stack.enter_context(store)
             sweeps = self.restore_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
-                ready = self.prepare_unfinished(store, shape)
+                ready = self.prepare_unfinished_jobs(store, shape)
             shapes = [sweeps.with_weight_means(job).shape for job in ready]
             engine = None
             if ready:
@@ -318,7 +318,7 @@ class Trainer:
                 stack.callback(loggers.close)
                 self.loop = self._create_loop(engine, store, Journal(store, self.view, loggers.log))
                 self.loop.sweeps, self.loop.add = sweeps, self.add
-                inbox = FolderInbox(store.records, self._prepare_added, self._note_recorder(store))
+                inbox = FolderInbox(store.records, self._prepare_added_jobs, self._note_recorder(store))
                 self.loop.inbox = inbox
                 stack.callback(inbox.close)
                 for sweep in sweeps.sweeps:
@@ -329,7 +329,7 @@ class Trainer:
                     self.loop.add_job(job)
                 if self.options.share is not None or restart_count() > 0:
                     # The run goes on after the loss of a process. The user resumes what the user has paused.
-                    for name in store.requested_pauses & self.loop.waiting.keys():
+                    for name in store.requested_pauses & self.loop.waiting_jobs.keys():
                         self.loop.pause(name)
                 # From here on the loop holds their data, as long as it needs them.
                 ready.clear()
@@ -340,7 +340,7 @@ class Trainer:
                 for note in loggers.notes:
                     store.note(note)
             sweeps.finish()
-            is_stopped = stop() or (self.loop is not None and bool(self.loop.paused))
+            is_stopped = stop() or (self.loop is not None and bool(self.loop.paused_jobs))
             self.interrupted = is_stopped and not all(self._has_ended(store, name) for name in self.jobs)
             try:
                 store.write_status()
@@ -372,7 +372,8 @@ class Trainer:
         self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
     ) -> None:
         """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
-        from the job they name; with shares, the process that divides the jobs checks this."""
+        from the job they name. In a process that trains a share, the jobs that they name are not looked up,
+        since the launcher has done so."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, locate)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, locate)
@@ -381,8 +382,8 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def restore_sweeps(self, store: Store) -> Sweeps:
-        """Return the sweeps in their state after earlier runs, and add the trials proposed there as jobs. A
-        share has the trials that it was given."""
+        """Return the sweeps in their state after earlier runs, and add the trials that earlier runs proposed
+        as jobs. A process that trains a share has all of its trials already."""
         sweeps = Sweeps([self._open_sweep(store, sweep) for sweep, _ in self.sweeps.values()])
         sweeps.propose_trials(self.add, self._note_recorder(store))
         return sweeps
@@ -400,7 +401,7 @@ class Trainer:
             found.refuse_retries(option, names, self.options.changes)
         return found
 
-    def prepare_unfinished(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
+    def prepare_unfinished_jobs(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
         """Return the unfinished jobs and those to restart, prepared for training."""
         if store.rebuild_note:
             self.view.note(store.rebuild_note)
@@ -443,12 +444,12 @@ class Trainer:
             raise OutputError(mistakes)
 
     def _show_data_notes(self, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Show notes about the data, the same as `weftune preview` prints."""
+        """Show the notes about the data that `weftune preview` also prints."""
         found = [
             (job.name, sentence)
             for job in prepared_jobs
             for sentence in data_warnings(
-                job.spec, job.data.train.rows, job.recipe.steps, job.data.evaluates_trained
+                job.spec, job.data.train.rows, job.recipe.steps, job.data.evaluates_training_rows
             )
         ]
         steps = {job.name: job.recipe.steps for job in prepared_jobs}
@@ -468,7 +469,7 @@ class Trainer:
             self.view.note(f"{kind}: {sentence}")
 
     def _has_lost_checkpoints(self, store: Store, name: str) -> bool:
-        """Whether a job that has begun has no checkpoint left. If so, it is paused with the reason: only the
+        """Return whether a job that has begun has no checkpoint left. Such a job is paused, since only the
         user may decide to restart it."""
         if name in self.options.restart:
             return False
@@ -490,7 +491,8 @@ class Trainer:
         return True
 
     def _delete_job_folder(self, name: str) -> None:
-        """Delete a job's folder; rename it first, since half a folder could look like a job to resume."""
+        """Delete a job's folder. It is renamed first, since a partly deleted folder could look like a job to
+        resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():
@@ -505,7 +507,7 @@ class Trainer:
 
     @phase(Phase.TOKENISING)
     def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
-        """Prepare all jobs for training, or raise the mistakes of all of them at once."""
+        """Prepare all jobs for training. Raise one error that lists everything that is wrong with them."""
         ready: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:

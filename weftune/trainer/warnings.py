@@ -28,8 +28,8 @@ distorts shorter times."""
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return a warning if predictions are uniform and there is no gradient at an optimizer step. Otherwise
-    empty."""
+    """Return a warning if predictions are uniform and there is no gradient at an optimizer step, otherwise
+    ""."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""
@@ -78,13 +78,15 @@ class SlowRun:
     """A monitor that compares the time of windows with their plan and warns once if the run is slow."""
 
     def __init__(self, has_profile: bool) -> None:
-        """`has_profile` says whether the plan is based on a profile of this machine or on a data sheet."""
+        """Create the monitor. `has_profile` says whether the plan is based on a profile of this machine or on
+        a data sheet."""
         self._has_profile = has_profile
         self._load: CpuLoad | None = CpuLoad()
         self._planned = self._seconds = 0.0
 
     def add(self, planned_seconds: float | None, seconds: float) -> str:
-        """Add a window with its planned and measured seconds; return the warning, or ""."""
+        """Add a window with its planned and measured seconds. Return the warning if the run is slow,
+        otherwise ""."""
         if self._load is None or planned_seconds is None:
             return ""
         self._planned += planned_seconds

@@ -21,13 +21,13 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 
 TURN_SECONDS = 0.1
-"""Maximum predicted seconds of a forward or a backward while sequences wait for a turn between them."""
+"""Maximum predicted seconds of a forward or backward pass while a decoder waits to run between passes."""
 SAME_LIMIT = 0.25
 """Relative change of the estimated token limit up to which the previous limit is kept, so that windows that
 were planned ahead stay valid and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
-"""Maps each job to the last step before the window, which may be unfinished."""
+"""Maps each job to its last step before the window. That step may be unfinished."""
 Unscored = Mapping[str, NDArray[np.int64]]
 """Maps each job that waits for its reference log-probabilities to the samples that it scores."""
 
@@ -49,7 +49,7 @@ class WindowAhead:
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """Predictor of seconds, which limits the number of rounds in the window."""
+    """Predictor of the window's seconds, which limits the number of its rounds."""
     unfinished: Unfinished
     """Batches that the current window leaves unfinished if it runs as planned."""
     future: Future[PlannedWindow]
@@ -62,8 +62,8 @@ class WindowAhead:
         pace: WindowPace,
         unfinished: Unfinished,
     ) -> bool:
-        """Return whether planning under these conditions would give the same window. The pace only determines
-        the number of rounds."""
+        """Return whether planning under the given conditions would give this window again. The pace only
+        determines the number of rounds."""
         alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
@@ -80,29 +80,29 @@ class Windows:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self.is_decoding: Callable[[], bool] = lambda: False
-        """Function that returns whether sequences wait for a turn between passes, so that no pass may take
-        long. Deterministic runs ignore it: their microbatches depend on nothing outside the jobs."""
+        """Function that returns whether a decoder waits to run between passes, which must then be short.
+        Deterministic runs ignore it, since their microbatches depend on nothing outside the jobs."""
         self._decoding_limit: int | None = None
         """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._fitted_models = fitted_models
         self._jobs = jobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
-        self._ahead: WindowAhead | None = None
+        self._window_ahead: WindowAhead | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def next(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
+    def next_window(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
         else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
-        samples and do not train. Before another capacity or recomputation, a window only finishes unfinished
-        batches."""
-        cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._ahead
+        samples and do not train. If the capacity or the recomputed activations have changed, the returned
+        window only finishes unfinished batches."""
+        cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._window_ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
         if unfinished.batches and (capacity, recompute) != (unfinished.capacity, unfinished.recompute):
-            return self.drain()
+            return self.drain_window()
         is_valid = ahead is not None and ahead.is_valid_for(cursors, capacity, recompute, pace, unfinished)
         if ahead is None or starting_jobs or unscored_samples or not is_valid:
             pacing = self._pacing(cursors, capacity, recompute)
@@ -111,7 +111,7 @@ class Windows:
         program, gone = ahead.future.result().program, ahead.cursors.keys() - cursors.keys()
         return program.without(*gone) if gone else program
 
-    def drain(self) -> Program:
+    def drain_window(self) -> Program:
         """Return a window that only finishes the batches that the last one left unfinished."""
         unfinished, cursors = self._executor.unfinished, self._job_cursors()
         windows = [self._jobs[name].job_window(step, 0, False) for name, step in cursors.items()]
@@ -138,7 +138,7 @@ class Windows:
         limits = program.capacity, program.recompute, pace, unfinished
         pacing = self._pacing(remaining, program.capacity, program.recompute)
         planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing)
-        self._ahead = WindowAhead(remaining, *limits, planned)
+        self._window_ahead = WindowAhead(remaining, *limits, planned)
 
     def _job_cursors(self) -> dict[str, int]:
         """Return the last step of each attached job that is complete, or that has begun."""

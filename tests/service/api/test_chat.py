@@ -41,7 +41,7 @@ def running(tmp_path_factory):
 
         def work() -> None:
             while not ended.is_set():
-                if not server.turn():
+                if not server.take_turn():
                     server.wait(0.05)
 
         thread = threading.Thread(target=work)

@@ -14,7 +14,7 @@ import weftune
 from weftune.service.api import chat as chats
 from weftune.service.api import errors, files, jobs, models, native, page, sweeps
 from weftune.service.api.context import Service, get_service
-from weftune.service.api.guard import Guard, Keys, RequestLimits, unauthorized
+from weftune.service.api.guard import Guard, Keys, RequestLimits, unauthorized_error
 from weftune.service.api.telemetry import Telemetry
 from weftune.service.chat import ChatClient
 from weftune.service.preparer import Preparer
@@ -61,7 +61,7 @@ def create_app(
     app.state.service = Service(settings, requests, training, chat, preparer)
     app.state.streams = native.Streams(keys)
     telemetry = Telemetry(requests, training)
-    errors.install(app)
+    errors.install_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
     add_health(app, telemetry)
@@ -96,7 +96,7 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
         host = request.client.host if request.client else ""
         is_local = host in LOOPBACK and not any(name in request.headers for name in FORWARDED)
         if not is_local and request.state.tenant is None:
-            raise unauthorized()
+            raise unauthorized_error()
         content, kind = telemetry.text()
         return Response(content, headers={"content-type": kind})
 

@@ -1,5 +1,5 @@
-"""OpenAI's chat and text completions, streamed or whole. The base, finished adapters, checkpoints and
-adapters that are being trained can answer."""
+"""The endpoints of OpenAI's chat and text completions, streamed or in one response. The base, finished
+adapters, checkpoints and adapters that are being trained can answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftune.core.bounds import format_value
 from weftune.core.files import json_text
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid_request
-from weftune.service.api.models import Adapter, find_adapter, find_training, is_base, model_not_found
+from weftune.service.api.models import Adapter, find_adapter, find_training_adapter, is_base, model_not_found
 from weftune.service.api.schemas import Body, Count, Error, Seconds
 from weftune.service.chat_requests import ChatEnd, ChatError, ChatRequest, ChatSampling
 
@@ -242,10 +242,11 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
 
 
 def _find_adapter(service: Service, tenant: str, model: str) -> Adapter | None:
-    """Return the adapter that answers, or None for the base. Raise 404 for any other name."""
+    """Return the adapter that `model` names, or None for the base. Raise an error with status 404 for any
+    other name."""
     if is_base(service, model):
         return None
-    adapter = find_adapter(service, tenant, model) or find_training(service, tenant, model)
+    adapter = find_adapter(service, tenant, model) or find_training_adapter(service, tenant, model)
     if adapter is None:
         raise model_not_found(model)
     return adapter

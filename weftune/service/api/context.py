@@ -73,7 +73,7 @@ class _StrictRequest(Request):
 
 
 def _refuse_broken_text(value: Any) -> None:
-    """Refuse text that a database cannot store."""
+    """Raise an error if a string in `value` cannot be stored in a database."""
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
             sentence = "The body holds text with a zero character or half a surrogate pair."
@@ -88,12 +88,12 @@ def _refuse_broken_text(value: Any) -> None:
 
 
 class StrictRoute(APIRoute):
-    """A route whose JSON body is read strictly."""
+    """A FastAPI route that refuses JSON bodies with NaN, repeated keys or invalid Unicode."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
-        async def strict(request: Request) -> Response:
+        async def handle_request(request: Request) -> Response:
             return await handler(_StrictRequest(request.scope, request.receive))
 
-        return strict
+        return handle_request

@@ -83,7 +83,7 @@ def error_response(
     return JSONResponse({"error": error}, status, headers=dict(headers or {}))
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Register handlers that answer all kinds of errors in OpenAI's form."""
 
     @app.exception_handler(ApiError)
@@ -99,7 +99,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        param, message = describe(error.errors(), error.body)
+        param, message = describe_errors(error.errors(), error.body)
         return error_response(400, message, "invalid_value", param)
 
     @app.exception_handler(StoreUnavailable)
@@ -112,7 +112,7 @@ def install(app: FastAPI) -> None:
 # -- messages about wrong values ------------------------------------------------------------------------
 
 
-def describe(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
+def describe_errors(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
     """Return the key of the first invalid value, and a sentence about it.
 
     For a union type, pydantic reports one error per member; the sentence joins them."""

@@ -36,7 +36,7 @@ from weftune.service.store.requests import FileRecord, Submission
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
 MULTIPART_BYTES = 64 << 10
-"""Maximum number of bytes of an upload in addition to the file."""
+"""Maximum bytes of an upload in addition to the file itself, for multipart headers and other fields."""
 UPLOADING = ".uploading"
 """Suffix of a file whose upload is not complete."""
 RESULTS = "file-results-"
@@ -114,7 +114,7 @@ async def upload(request: Request, tenant: Tenant, service: ServiceHere) -> File
         for one in (part, path):
             one.unlink(missing_ok=True)
         raise
-    return view(record)
+    return file_view(record)
 
 
 @router.get("", response_model=FilePage, summary="List files")
@@ -127,7 +127,7 @@ def list_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FilePage:
     found = service.requests.files(tenant, after=after, limit=limit + 1, order=order, purpose=purpose)
-    return FilePage(data=[view(one) for one in found[:limit]], **page_ends(found, limit))
+    return FilePage(data=[file_view(one) for one in found[:limit]], **page_fields(found, limit))
 
 
 @router.get("/{file_id}", response_model=File, summary="Get a file")
@@ -141,7 +141,7 @@ def get_file(file_id: str, tenant: Tenant, service: ServiceHere) -> File:
             filename=f"{job}.csv",
             purpose="fine-tune-results",
         )
-    return view(_find_file(service, tenant, file_id))
+    return file_view(_find_file(service, tenant, file_id))
 
 
 @router.get(
@@ -180,7 +180,7 @@ def delete_file(file_id: str, tenant: Tenant, service: ServiceHere) -> FileDelet
 ATTACHMENT = {"Content-Disposition": "attachment"}
 
 
-def view(record: FileRecord) -> File:
+def file_view(record: FileRecord) -> File:
     return File(
         id=record.id,
         bytes=record.bytes,
@@ -190,7 +190,7 @@ def view(record: FileRecord) -> File:
     )
 
 
-def page_ends(rows: Sequence[Any], limit: int) -> dict[str, Any]:
+def page_fields(rows: Sequence[Any], limit: int) -> dict[str, Any]:
     """Return all fields of a page except its data. `rows` has `limit` + 1 items if there is a next page."""
     shown = rows[:limit]
     return {
@@ -231,7 +231,7 @@ def open_jobs(service: Service, tenant: str) -> list[Submission]:
 
 
 def _file_user(service: Service, tenant: str, file: str) -> str | None:
-    """Return a job that still uses the file, or None."""
+    """Return the id of a job that still uses an uploaded file, or None."""
     users = (one.id for one in open_jobs(service, tenant) if file in (one.training_file, one.validation_file))
     return next(users, None)
 
@@ -390,8 +390,8 @@ def _result_content(service: Service, tenant: str, file_id: str, job: str) -> tu
 
 
 def metrics_csv(rows: Sequence[EventRow]) -> str:
-    """Return one line for each step that has metrics, with OpenAI's columns first, followed by all other
-    columns."""
+    """Return metrics as CSV, with one line per step that has metrics. OpenAI's columns are first, followed by
+    all other columns."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row.measured in ("train", "eval") and row.step is not None:

@@ -60,7 +60,8 @@ class Keys(Protocol):
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     body_seconds: float = 30.0
-    """Maximum seconds between two parts of a request's body, and for a body that is not an upload."""
+    """Maximum seconds between two received parts of a request's body, and maximum seconds in total for a body
+    that is not an upload."""
     upload_bytes: int = 512 << 20
     """Maximum bytes of an upload, including its multipart headers."""
 
@@ -95,11 +96,11 @@ class Guard:
         try:
             self._check_request(scope, headers)
         except ApiError as refusal:
-            await self._drain(receive)
+            await self._drain_body(receive)
             await refusal.response()(scope, receive, send_guarded)
         else:
             try:
-                await self._app(scope, self._limited(scope, receive), send_guarded)
+                await self._app(scope, self._limit_receive(scope, receive), send_guarded)
             except ClientDisconnect:
                 log.info("%s: the client has gone", state["request_id"])
             except Exception:
@@ -114,7 +115,7 @@ class Guard:
             words = state["request_id"], state["tenant"] or "-", scope["method"], _raw_path(scope)
             log.info("%s %s %s %s %d %.0f ms", *words, status, seconds * 1e3)
 
-    async def _drain(self, receive: Receive) -> None:
+    async def _drain_body(self, receive: Receive) -> None:
         """Read the body of a refused request, up to a limit, since a client does not read the response while
         it is still writing."""
         received = 0
@@ -133,12 +134,12 @@ class Guard:
             raise ApiError(400, "The address holds a zero byte.", code="invalid_value")
         scope["state"]["tenant"] = tenant = self._tenant_of_key(headers)
         if tenant is None and GUARDED.match(scope["path"]):
-            raise unauthorized()
+            raise unauthorized_error()
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "Send the body without Content-Encoding: it is not decompressed.")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_bytes(scope):
-            raise too_large(self._max_bytes(scope))
+            raise too_large_error(self._max_bytes(scope))
 
     def _tenant_of_key(self, headers: dict[bytes, bytes]) -> str | None:
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -153,13 +154,13 @@ class Guard:
     def _max_bytes(self, scope: Scope) -> int:
         return self._limits.upload_bytes if is_upload(scope) else MAX_JSON_BYTES
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Return `receive` with limits: a client that sends too many bytes gets status 413, and one that is
-        too slow gets 408."""
+    def _limit_receive(self, scope: Scope, receive: Receive) -> Receive:
+        """Return an ASGI `receive` function with limits: a client that sends too many bytes gets status 413,
+        and a client that is too slow gets 408."""
         max_bytes, seconds = self._max_bytes(scope), self._limits.body_seconds
         begun, received, is_whole = time.monotonic(), 0, False
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal received, is_whole
             if is_whole:
                 return await receive()
@@ -174,10 +175,10 @@ class Guard:
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if received > max_bytes:
-                raise too_large(max_bytes)
+                raise too_large_error(max_bytes)
             return message
 
-        return limited
+        return receive_limited
 
 
 def _raw_path(scope: Scope) -> str:
@@ -192,7 +193,7 @@ def is_upload(scope: Scope) -> bool:
     return bool(scope["method"] == "POST" and scope["path"].rstrip("/") == "/v1/files")
 
 
-def unauthorized() -> ApiError:
+def unauthorized_error() -> ApiError:
     return ApiError(
         401,
         "The API key is missing or not valid; send Authorization: Bearer KEY, with a key that "
@@ -202,6 +203,6 @@ def unauthorized() -> ApiError:
     )
 
 
-def too_large(max_bytes: int) -> ApiError:
+def too_large_error(max_bytes: int) -> ApiError:
     message = f"The request is larger than {max_bytes:,} bytes, which this service does not take."
     return ApiError(413, message, headers=CLOSE)

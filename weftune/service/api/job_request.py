@@ -36,7 +36,7 @@ REFUSED_KEYS: Mapping[str, frozenset[str]] = {
 }
 """Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
 METHODS = {"supervised": "sft", "dpo": "dpo"}
-"""Maps OpenAI's methods to objectives."""
+"""Maps OpenAI's fine-tuning methods to Weftune's objectives."""
 SWEEP_NAME = "sweep"
 """Name of a sweep that has no suffix. The names of its trials begin with it."""
 SEARCHES = ("grid", "random")
@@ -44,11 +44,11 @@ DATA_KEYS = ("max_length", "train_on")
 JOB_KEYS = (
     "priority", "steps", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "early_stop", "keep",
 )  # fmt: skip
-"""Keys of `weftune` that are keys of a job in jobs.yaml."""
+"""Keys under `weftune` in a request that have the same names in jobs.yaml."""
 
 
 def body_hash(body: JobRequest) -> str:
-    """Return the hash of a request, by which repetitions are recognised."""
+    """Return the hash of a request to create a job, by which repeated requests are recognised."""
     text = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -89,7 +89,8 @@ def job_keys(
     """Return the job as keys of jobs.yaml, or raise the error for the first invalid value.
 
     `rows` is the number of training rows. `start` has the adapter keys of the finished job from which the new
-    job starts, with that job's folder as `init_from`. `metrics` are those of `ServiceSettings`.
+    job starts, with that job's folder as `init_from`. `metrics` maps the names of the Python metrics that
+    jobs may use to their functions, as in `ServiceSettings`.
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()
@@ -97,7 +98,7 @@ def job_keys(
     kind = objective.get("kind", "sft")
     given = hyperparameters_of(body)
     keys: dict[str, Any] = {"name": name, "objective": objective}
-    keys["data"] = {"path": training_path} | _given_names(extension, DATA_KEYS)
+    keys["data"] = {"path": training_path} | _given_values(extension, DATA_KEYS)
     keys["adapter"] = dict(_request_section(extension.adapter, "adapter"))
     if start is not None:
         keys["adapter"] = {**start, **keys["adapter"]}
@@ -109,14 +110,14 @@ def job_keys(
         keys["epochs"] = epochs
     elif extension.epochs is not None:
         raise invalid_request("weftune.steps: give epochs or steps, not both", param="weftune.steps")
-    keys["batch_size"] = auto_batch(rows) if given.batch_size == "auto" else given.batch_size
+    keys["batch_size"] = auto_batch_size(rows) if given.batch_size == "auto" else given.batch_size
     keys["seed"] = secrets.randbelow(2**31) if body.seed is None else body.seed
-    keys |= _given_names(extension, JOB_KEYS)
+    keys |= _given_values(extension, JOB_KEYS)
     keys |= _learning_rate(extension, given, kind)
     keys |= _evaluation(extension, validation_path, epochs, metrics or {})
     if epochs > 1 and extension.steps is None:
-        keys["save_every"] = _epoch_share(epochs)
-    validate(keys, body)
+        keys["save_every"] = _epoch_fraction(epochs)
+    validate_job(keys, body)
     if extension.sweep is not None:
         _refuse_server_keys(extension.sweep)
         keys["sweep"] = dict(extension.sweep)
@@ -124,8 +125,8 @@ def job_keys(
 
 
 def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
-    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise the error for the
-    first mistake in the sweep."""
+    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise an error for the
+    first invalid value in the sweep."""
     if body.weftune is None or body.weftune.sweep is None:
         return []
     if "eval" not in submission.job:
@@ -172,7 +173,7 @@ def _trial_request(
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
     """Refuse a sweep with an unsupported search, with values that name files or modules of the server, or
-    with more values than trials. Other mistakes are found when the sweep is read."""
+    with more values than trials. Other errors are found when the sweep is read."""
     search = sweep.get("search", SEARCHES[0])
     if search not in SEARCHES:
         reason = (
@@ -216,13 +217,13 @@ def hyperparameters_of(body: JobRequest) -> Hyperparameters:
     return found or Hyperparameters()
 
 
-def auto_batch(rows: int) -> int:
+def auto_batch_size(rows: int) -> int:
     """Return the number of rows per step for `batch_size: auto`: 16, or fewer if an epoch would have less
     than 8 steps."""
     return max(1, min(AUTO_BATCH, rows // 8))
 
 
-def _given_names(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
+def _given_values(extension: Extension, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: getattr(extension, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -296,11 +297,11 @@ def _evaluation(
     if not own:
         return {}
     if "every" not in own and epochs > 1 and extension.steps is None:
-        own["every"] = _epoch_share(epochs)
+        own["every"] = _epoch_fraction(epochs)
     return {"eval": own}
 
 
-def _epoch_share(epochs: float) -> float:
+def _epoch_fraction(epochs: float) -> float:
     """Return the fraction of the run that one epoch takes, rounded down so that evaluations are never more
     than an epoch apart."""
     return math.floor(1e9 / epochs) / 1e9
@@ -309,8 +310,8 @@ def _epoch_share(epochs: float) -> float:
 # -- mistakes -------------------------------------------------------------------------------------------
 
 
-def validate(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
-    """Return the checked job, or raise the error for its first mistake. The error names the key that the
+def validate_job(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
+    """Return the validated job, or raise an error for its first invalid key. The error names the key that the
     client wrote."""
     try:
         return JobSpec(**keys)

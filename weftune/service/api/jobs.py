@@ -14,7 +14,7 @@ from fastapi import APIRouter, Header, Query, Request
 from weftune.jobs.store.status import JobStatus, State
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
-from weftune.service.api.files import RESULTS, open_jobs, page_ends
+from weftune.service.api.files import RESULTS, open_jobs, page_fields
 from weftune.service.api.job_request import body_hash, hyperparameters_of, job_keys, trials_of
 from weftune.service.api.models import adapter_keys, find_adapter, is_base
 from weftune.service.api.schemas import (
@@ -44,7 +44,7 @@ REPEAT_SECONDS = 600.0
 """Seconds within which a request that the client marks as a repetition returns the job of the first
 request."""
 QUEUE_SECONDS = 30
-"""Seconds in the header Retry-After if a tenant has too many jobs."""
+"""Seconds in the header Retry-After of the response if a tenant has too many jobs."""
 METADATA = re.compile(r"metadata\[.{1,64}\]")
 VALIDATING = "validating_files"
 UNSTARTED = JobStatus()
@@ -76,7 +76,7 @@ def create(
     if since is not None:
         earlier = service.requests.recent_submission(tenant, body_hash(body), since)
         if earlier is not None:
-            return view(service, earlier)
+            return read_job_view(service, earlier)
     submission = new_submission(service, tenant, body, idempotency_key)
     trials = trials_of(submission, body)
     _refuse_full_queue(service, tenant, idempotency_key, max(1, len(trials)))
@@ -89,7 +89,7 @@ def create(
     if stored.id == submission.id:
         for one in trials or [stored]:
             service.preparer.prepare(one)
-    return view(service, stored)
+    return read_job_view(service, stored)
 
 
 @router.get("", response_model=JobPage, summary="List jobs")
@@ -105,12 +105,12 @@ def list_jobs(
     found = service.requests.submissions(tenant, after=after, limit=limit + 1, metadata=metadata)
     rows = job_rows(service, found[:limit])
     data = [job_view(service.settings.base_name, one, rows.get(one.id)) for one in found[:limit]]
-    return JobPage(data=data, **page_ends(found, limit))
+    return JobPage(data=data, **page_fields(found, limit))
 
 
 @router.get("/{job_id}", response_model=Job, summary="Get a job")
 def get_job(job_id: str, tenant: Tenant, service: ServiceHere) -> Job:
-    return view(service, find_job(service, tenant, job_id))
+    return read_job_view(service, find_job(service, tenant, job_id))
 
 
 @router.post("/{job_id}/cancel", response_model=Job, summary="Cancel a job")
@@ -139,7 +139,7 @@ def events(
     """List a job's events, the newest first: what has happened, and metrics of its steps."""
     find_job(service, tenant, job_id)
     found = service.training.events(job_id, after=after, limit=limit + 1)
-    return EventPage(data=[event_view(one) for one in found[:limit]], **page_ends(found, limit))
+    return EventPage(data=[event_view(one) for one in found[:limit]], **page_fields(found, limit))
 
 
 @router.get("/{job_id}/checkpoints", response_model=CheckpointPage, summary="List a job's checkpoints")
@@ -150,11 +150,11 @@ def checkpoints(
     prompts."""
     find_job(service, tenant, job_id)
     found = service.training.checkpoints(job_id, after=after, limit=limit + 1)
-    return CheckpointPage(data=[checkpoint_view(one) for one in found[:limit]], **page_ends(found, limit))
+    return CheckpointPage(data=[checkpoint_view(one) for one in found[:limit]], **page_fields(found, limit))
 
 
 def find_job(service: Service, tenant: str, id: str) -> Submission:
-    """Return the tenant's job, or raise 404."""
+    """Return the tenant's job. Raise an error with status 404 if the tenant has no such job."""
     submission = service.requests.submission(tenant, id)
     if submission is None:
         raise not_found("fine_tuning_job", id)
@@ -167,17 +167,17 @@ def find_job(service: Service, tenant: str, id: str) -> Submission:
 def new_submission(
     service: Service, tenant: str, body: JobRequest, idempotency_key: str | None = None
 ) -> Submission:
-    """Return the job that a request describes, or raise the error for the first mistake."""
+    """Return the job that a request describes, or raise an error for the first invalid value."""
     id, now, settings = new_id("ftjob"), time.time(), service.settings
     start = _starting_adapter(service, tenant, body.model)
     training = service.requests.file(tenant, body.training_file)
     if training is None:
-        raise _no_file("training_file", body.training_file)
+        raise _file_not_found("training_file", body.training_file)
     validation = None
     if body.validation_file is not None:
         validation = service.requests.file(tenant, body.validation_file)
         if validation is None:
-            raise _no_file("validation_file", body.validation_file)
+            raise _file_not_found("validation_file", body.validation_file)
     job = job_keys(
         body,
         id,
@@ -227,7 +227,7 @@ def _starting_adapter(service: Service, tenant: str, model: str) -> dict[str, An
     return adapter_keys(service, found)
 
 
-def _no_file(param: str, id: str) -> ApiError:
+def _file_not_found(param: str, id: str) -> ApiError:
     return invalid_request(f"{param}: there is no file {id[:64]}", param=param, code="file_not_found")
 
 
@@ -278,13 +278,13 @@ def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
         log.info("%s: %s is requested", id, verb)
     elif not (verb == "cancel" and row.state is State.CANCELLED):
         raise invalid_request(f"{id} is {row.state}, so it cannot be changed any more.", code="invalid_state")
-    return view(service, submission)
+    return read_job_view(service, submission)
 
 
 # -- views ----------------------------------------------------------------------------------------------
 
 
-def view(service: Service, submission: Submission) -> Job:
+def read_job_view(service: Service, submission: Submission) -> Job:
     return job_view(service.settings.base_name, submission, job_row(service, submission))
 
 

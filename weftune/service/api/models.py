@@ -48,9 +48,9 @@ def find_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
     return None
 
 
-def find_training(service: Service, tenant: str, name: str) -> Adapter | None:
-    """Return the adapter of a training job by the name that the finished adapter will have. None if no
-    training job has this name."""
+def find_training_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
+    """Return the adapter of a job that is training, given the model name of its future finished adapter. None
+    if the tenant trains no such job."""
     parsed = parse_adapter_name(name)
     row = None if parsed is None else service.training.job(parsed.job, tenant)
     if parsed is None or parsed.step is not None or row is None or row.state is not State.RUNNING:

@@ -28,7 +28,7 @@ from weftune.jobs.sweeps.spec import Trial
 from weftune.report.svg import Point, thin_points
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import ApiError, invalid_request, not_found, quota_error
-from weftune.service.api.files import page_ends
+from weftune.service.api.files import page_fields
 from weftune.service.api.guard import Keys
 from weftune.service.api.job_request import trials_of
 from weftune.service.api.jobs import (
@@ -55,17 +55,18 @@ SHOWN_EVENTS = 200
 CURVE_POINTS = 1000
 """Maximum number of points of a curve, about the width of a chart in pixels."""
 PLANNED_JOBS = 64
-"""Maximum number of other jobs that a plan considers."""
+"""Maximum number of running and waiting jobs that the plan of a new job considers."""
 MAX_PLANS = 4
 """Maximum number of plan requests that may wait at the same time. Plans are computed one after another."""
 MAX_STREAMS = 20
-"""Maximum number of open streams of one tenant."""
+"""Maximum number of simultaneous streams of server-sent events per tenant."""
 STREAM_SECONDS = 1.0
-"""Seconds between two reads of the store for a stream."""
+"""Seconds between two reads of the database for a stream of server-sent events."""
 SILENT_SECONDS = 15.0
-"""Seconds without a change after which a stream sends a comment, so that proxies keep it open."""
+"""Seconds without a change after which a stream of server-sent events sends a comment, so that proxies keep
+it open."""
 STREAM_MINUTES = 30.0
-"""Minutes after which the server ends a stream. The client then reconnects."""
+"""Minutes after which the server ends a stream of server-sent events. The client then reconnects."""
 CHUNK = 1 << 20
 ANOTHER = "another tenant's job"
 
@@ -302,7 +303,7 @@ def list_jobs(
     """List jobs with their progress, the newest first."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1)
     jobs = _job_changes(service, found[:limit], Names(service, tenant)).jobs
-    return SummaryPage(data=jobs, **page_ends(found, limit))
+    return SummaryPage(data=jobs, **page_fields(found, limit))
 
 
 @router.get("/jobs/{job_id}", response_model=JobDetail, summary="Show a job")
@@ -318,7 +319,7 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
             LogLine(id=one.id, at=one.at, level=one.level, message=names.replace_ids(one.message))
             for one in reversed(events)
         ],
-        checkpoints=[_checkpoint(one) for one in service.training.checkpoints(job_id)],
+        checkpoints=[_checkpoint_summary(one) for one in service.training.checkpoints(job_id)],
         receipt=_read_receipt(service, submission),
     )
 
@@ -484,7 +485,7 @@ def _thin_curve(losses: Losses) -> Losses:
     return [(int(point.x), point.y) for point in kept if point.y is not None]
 
 
-def _checkpoint(row: CheckpointRow) -> CheckpointSummary:
+def _checkpoint_summary(row: CheckpointRow) -> CheckpointSummary:
     loss = _finite_or_none(row.metrics.get("valid_loss"))
     return CheckpointSummary(id=row.id, at=row.at, step=row.step, model=row.model, eval_loss=loss)
 
@@ -571,7 +572,7 @@ def receipts(
         _unused_receipt(one.id) if one.is_sweep else _read_receipt(service, one) or _unused_receipt(one.id)
         for one in found[:limit]
     ]
-    return ReceiptPage(data=data, **page_ends(found, limit))
+    return ReceiptPage(data=data, **page_fields(found, limit))
 
 
 @router.get("/jobs/{job_id}/receipt", response_model=ReceiptView, summary="Get what a job has used")
@@ -600,19 +601,20 @@ def _unused_receipt(job: str) -> ReceiptView:
 
 
 class Streams:
-    """Limits on work in progress: counts of open streams by tenant, and the queue of plan requests."""
+    """The open streams of server-sent events, counted by tenant, and the queue of plan requests."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self.open: Counter[str] = Counter()
-        self.closing = False
+        self.open_counts: Counter[str] = Counter()
+        self.is_closing = False
         """Whether the service is being stopped, which ends all streams."""
         self.planning = asyncio.Semaphore(1)
         self.plans = 0
 
-    def allow(self, tenant: str, key: str) -> bool:
-        """Return whether a stream with this key may continue. The streams of a revoked key end."""
-        return not self.closing and self._keys.find_tenant(key) == tenant
+    def allows_stream(self, tenant: str, key: str) -> bool:
+        """Return whether a stream that was opened with this API key may continue: not after the key has been
+        revoked."""
+        return not self.is_closing and self._keys.find_tenant(key) == tenant
 
 
 @router.get(
@@ -625,7 +627,7 @@ async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> Stre
     """Stream updates as server-sent events: `changes` (changed jobs, and numbers of jobs), `metrics` (new
     points of a curve), and `window` (the device's last window)."""
     streams: Streams = request.app.state.streams
-    if streams.open[tenant] >= MAX_STREAMS:
+    if streams.open_counts[tenant] >= MAX_STREAMS:
         raise quota_error(f"You have {MAX_STREAMS} open streams; close one.", "streams_quota_exceeded", 5)
     key = request.headers["authorization"].partition(" ")[2].strip()
     return StreamingResponse(
@@ -636,12 +638,12 @@ async def stream(request: Request, tenant: Tenant, service: ServiceHere) -> Stre
 
 
 async def _stream_events(service: Service, tenant: str, key: str, streams: Streams) -> AsyncIterator[str]:
-    streams.open[tenant] += 1
+    streams.open_counts[tenant] += 1
     try:
-        seen = await asyncio.to_thread(Seen.now, service, tenant)
+        seen = await asyncio.to_thread(Seen.from_store, service, tenant)
         yield ": connected\n\n"
         began = spoken = time.monotonic()
-        while streams.allow(tenant, key) and time.monotonic() - began < STREAM_MINUTES * 60:
+        while streams.allows_stream(tenant, key) and time.monotonic() - began < STREAM_MINUTES * 60:
             for name, value in await asyncio.to_thread(lambda: list(seen.changes())):
                 spoken = time.monotonic()
                 yield f"event: {name}\ndata: {value.model_dump_json()}\n\n"
@@ -653,7 +655,7 @@ async def _stream_events(service: Service, tenant: str, key: str, streams: Strea
         # The client connects again, and is answered with an error until the store can be read.
         log.warning("%s", error)
     finally:
-        streams.open[tenant] -= 1
+        streams.open_counts[tenant] -= 1
 
 
 @dataclass(slots=True)
@@ -670,7 +672,7 @@ class Seen:
     window: int
 
     @classmethod
-    def now(cls, service: Service, tenant: str) -> Seen:
+    def from_store(cls, service: Service, tenant: str) -> Seen:
         unfinished = [row for row in service.training.unfinished_jobs() if row.tenant == tenant]
         latest = {row.id: service.training.events(row.id, type="metrics", limit=1) for row in unfinished}
         last = service.training.last_windows(1)
@@ -684,7 +686,8 @@ class Seen:
         )
 
     def changes(self) -> Iterator[tuple[str, BaseModel]]:
-        """Yield the events since the last call. The first call yields all jobs."""
+        """Yield the changes since the last call as the names and bodies of server-sent events. The first call
+        yields all jobs."""
         service, names = self.service, Names(self.service, self.tenant)
         submissions = service.requests.submissions(self.tenant, limit=SHOWN_JOBS)
         found = _job_changes(service, submissions, names)
@@ -735,7 +738,7 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
                 submission.job,
                 planned,
                 queue.priority,
-                queue.others,
+                queue.other_jobs,
                 queue.budget_bytes,
                 {
                     name: queue.hold_reasons[one.id]
@@ -750,18 +753,18 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
     finally:
         streams.plans -= 1
     tenant_names = Names(service, tenant)
-    names = {one.name: tenant_names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.others}
+    names = {one.name: tenant_names.visible_name(str(one.job["name"])) or ANOTHER for one in queue.other_jobs}
     names |= {name: trial.name for name, trial in planned.items()}
     names[NEW] = (submission.suffix or "this sweep") if planned else "this job"
 
-    def shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    def with_visible_names(values: Mapping[str, Any]) -> dict[str, Any]:
         why_not, waits_for = (_replace_names(values[key], names) for key in ("why_not", "waits_for"))
         return {**values, "fits": not why_not, "why_not": why_not, "waits_for": waits_for}
 
-    values = shown(asdict(found))
-    values["trials"] = [shown(one) for one in values["trials"]]
+    values = with_visible_names(asdict(found))
+    values["trials"] = [with_visible_names(one) for one in values["trials"]]
     values["warnings"] = [_replace_names(one, names) for one in values["warnings"]]
-    return PlanPreview(running_jobs=queue.running_jobs, ahead=queue.ahead, **values)
+    return PlanPreview(running_jobs=queue.running_jobs, ahead=queue.jobs_ahead, **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -769,20 +772,21 @@ class _PlannedQueue:
     """The jobs that train or wait when a new job or sweep is planned, with the priorities that the policy
     gives them."""
 
-    others: list[OtherJob]
+    other_jobs: list[OtherJob]
     """Running jobs, followed by waiting jobs. Jobs that a quota holds back are left out."""
     priority: int
     """Effective priority of the new job, or of the trial that is admitted first."""
     hold_reasons: Mapping[str, str]
     """Maps each new job that a quota would hold back to the reason."""
-    ahead: int
+    jobs_ahead: int
     running_jobs: int
     budget_bytes: int | None
     """Maximum bytes of memory for training on a CPU. None if no window has recorded it."""
 
 
 def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:
-    """Return the queue with a new job, or with the trials of a new sweep."""
+    """Return the queue of running and waiting jobs to which a new job, or the trials of a new sweep, are
+    added."""
     rows = {row.id: row for row in service.training.unfinished_jobs()}
     new = [new_job(service.requests, one, position) for position, one in enumerate(submissions)]
     ids = {one.id for one in submissions}
@@ -800,10 +804,10 @@ def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _Plan
     values = last[0].values if last else {}
     last_priority = min(levels.values(), default=0) - 1
     return _PlannedQueue(
-        others=others,
+        other_jobs=others,
         priority=max((levels[id] for id in ids if id in levels), default=last_priority),
         hold_reasons={id: reason for id, reason in ranking.hold_reasons.items() if id in ids},
-        ahead=next((place for place, name in enumerate(waiting) if name in ids), len(waiting)),
+        jobs_ahead=next((place for place, name in enumerate(waiting) if name in ids), len(waiting)),
         running_jobs=sum(row.state is State.RUNNING for row in rows.values()),
         budget_bytes=_training_bytes(values["memory"]) if values.get("device") == "cpu" else None,
     )

@@ -36,7 +36,7 @@ def index(request: Request) -> Response:
 
 
 @router.get("/dashboard/{name}")
-def static(name: str, request: Request) -> Response:
+def dashboard_file(name: str, request: Request) -> Response:
     return _page_response(request, name)
 
 

@@ -29,7 +29,7 @@ from weftune.jobs.sweeps.record import (
 from weftune.jobs.sweeps.spec import Mode
 from weftune.service.api.context import BEARER, ERRORS, Service, ServiceHere, StrictRoute, Tenant
 from weftune.service.api.errors import not_found
-from weftune.service.api.files import page_ends
+from weftune.service.api.files import page_fields
 from weftune.service.api.schemas import Count, JobState, Page
 from weftune.service.settings import ServiceSettings
 from weftune.service.store.records import JobRow
@@ -43,8 +43,8 @@ STANDINGS: Mapping[State, TrialState] = {
     State.FAILED: "failed",
     State.CANCELLED: "left",
 }
-"""Maps states of jobs to states of trials. It is used if a sweep has no record; jobs in other states count as
-waiting trials."""
+"""Maps job states to trial states, for a sweep whose sweep.json does not exist yet. Jobs in other states
+count as waiting trials."""
 
 router = APIRouter(
     prefix="/api/sweeps", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
@@ -101,7 +101,7 @@ def list_sweeps(
 ) -> SweepPage:
     """List sweeps with the ranking of their trials, the newest first."""
     found = service.requests.submissions(tenant, after=after, limit=limit + 1, only_sweeps=True)
-    return SweepPage(data=[_sweep_view(service, one) for one in found[:limit]], **page_ends(found, limit))
+    return SweepPage(data=[_sweep_view(service, one) for one in found[:limit]], **page_fields(found, limit))
 
 
 @router.get("/{sweep_id}", response_model=SweepSummary, summary="Show a sweep and the ranking of its trials")

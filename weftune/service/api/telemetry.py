@@ -43,13 +43,13 @@ class Telemetry:
         self._registry.register(_Stores(requests, training))
 
     def record_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request that was answered."""
+        """Add an answered request to the metrics."""
         route = getattr(scope.get("route"), "path", UNKNOWN)
         self._count.labels(scope["method"], route, status).inc()
         self._seconds.labels(scope["method"], route).observe(seconds)
 
     def text(self) -> tuple[bytes, str]:
-        """Return all metrics, and their content type."""
+        """Return all metrics in Prometheus' text format, and their content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 

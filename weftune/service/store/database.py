@@ -246,7 +246,7 @@ def _upgrade_schema(writer: Engine, settings: ServiceSettings, tables: TableSet,
 
 
 def _schema_revision(connection: Connection, tables: TableSet) -> str | None:
-    """Return the version of the tables. None if they do not exist."""
+    """Return the schema version of a set of tables. None if they do not exist."""
     table = f"{tables}_version"
     with connection.begin():
         exists = connection.dialect.has_table(connection, table)

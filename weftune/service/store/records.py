@@ -31,7 +31,8 @@ from weftune.service.store.tables import (
 KEPT_WINDOWS = 200
 LEASE = "training"
 PATIENCE = 1.25
-"""Ratio of the seconds without a renewal after which a lease may be taken over to the lease's duration."""
+"""Time without a renewal after which another process may take over a lease, as a multiple of the lease's
+duration."""
 POLL_SECONDS = 0.1
 
 
@@ -158,7 +159,7 @@ class LeaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Everything that one flush records, in one transaction."""
+    """Everything that the training process writes to the database in one transaction."""
 
     jobs: Sequence[JobRow] = ()
     """Complete records of new and changed jobs. If a job has several records, the last one is stored."""
@@ -171,7 +172,8 @@ class Changes:
     receipts: Sequence[Receipt] = ()
     """Receipts, which replace earlier receipts of the same jobs."""
     usage: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Maps (tenant, day) to the number of trained tokens that is added."""
+    """Maps (tenant, day) to the number of tokens trained since the last flush, which is added to the stored
+    number."""
     windows: Sequence[WindowRow] = ()
     cursors: Mapping[str, int] = field(default_factory=dict)
     """Maps `prepared` and `commands` to the number of the last row that has been applied."""
@@ -185,8 +187,8 @@ class TrainingStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._token: int | None = None
-        """Token of this process's lease."""
-        self._seen: tuple[tuple[int, int], float] | None = None
+        """Fencing token of the lease that this process holds. None if it holds none."""
+        self._observed_lease: tuple[tuple[int, int], float] | None = None
         """Token and number of renewals of another process's lease, and the monotonic time at which they were
         first observed."""
 
@@ -216,9 +218,9 @@ class TrainingStore:
         if lease is None or not lease.holder or has_exited(lease.holder):
             return True
         now, version = time.monotonic(), (lease.token, lease.renewals)
-        if self._seen is None or self._seen[0] != version:
-            self._seen = version, now
-        return now - self._seen[1] > lease.seconds * PATIENCE
+        if self._observed_lease is None or self._observed_lease[0] != version:
+            self._observed_lease = version, now
+        return now - self._observed_lease[1] > lease.seconds * PATIENCE
 
     def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
         """Take the lease and return the fencing token. Return None if another process has changed the lease
@@ -279,7 +281,7 @@ class TrainingStore:
         """Store all changes, or none of them if an error is raised.
 
         Raise LeaseLost if another process has taken the lease, and ValueError if a job's transitions do not
-        lead from its stored state to its new state by legal moves.
+        lead from its stored state to its new state in allowed steps.
         """
         with self._database.write() as connection:
             self._check_lease(connection)
@@ -508,8 +510,8 @@ def process_name() -> str:
 
 
 def has_exited(holder: str) -> bool:
-    """Return whether the process has ended. False if that cannot be known, such as for a process of another
-    machine."""
+    """Return whether the process that `process_name` named `holder` has ended. False if that cannot be known,
+    such as for a process of another machine."""
     machine, _, rest = holder.partition("/")
     number, _, start = rest.partition("/")
     if machine != _machine_name() or not number.isdecimal() or not start:

@@ -58,7 +58,7 @@ class Submission:
     request: Mapping[str, Any]
     """Body of the client's request."""
     job: Mapping[str, Any]
-    """Keys of jobs.yaml."""
+    """Specification of the job, as keys and values of jobs.yaml."""
     training_file: str
     validation_file: str | None = None
     suffix: str | None = None
@@ -124,7 +124,7 @@ class RequestStore:
             connection.execute(insert(files).values(to_values(record)))
 
     def file(self, tenant: str, id: str) -> FileRecord | None:
-        """Return a file. None if the tenant has no such file, or has deleted it."""
+        """Return the record of an uploaded file. None if the tenant has no such file, or has deleted it."""
         query = select(files).where(files.c.tenant == tenant, files.c.id == id, files.c.deleted_at.is_(None))
         with self._database.read() as connection:
             row = connection.execute(query).first()
@@ -160,7 +160,7 @@ class RequestStore:
             return connection.execute(deletion).rowcount == 1
 
     def stored_bytes(self, tenant: str) -> int:
-        """Return the bytes of all files that the tenant has not deleted."""
+        """Return the total bytes of the files that the tenant has uploaded and not deleted."""
         query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(
             files.c.tenant == tenant, files.c.deleted_at.is_(None)
         )
@@ -334,7 +334,7 @@ class RequestStore:
             ]
 
     def commands_after(self, number: int, limit: int = 1000) -> list[Command]:
-        """Return the commands after the command with this number, the oldest first."""
+        """Return clients' commands that were stored after the command with this number, the oldest first."""
         query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
         with self._database.read() as connection:
             return [to_record(Command, row) for row in connection.execute(query)]
