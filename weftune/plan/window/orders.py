@@ -31,7 +31,7 @@ from weftune.plan.program.program import (
     batch_samples,
     cut_sample,
 )
-from weftune.plan.program.simulate import Arrival, Lane, simulate
+from weftune.plan.program.simulate import Arrival, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
@@ -199,14 +199,13 @@ def cut_program(program: Program, prices: Prices) -> Program:
     The Reduces and the Step of a batch remain if all of its passes do.
     """
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
-    passes = [one for one in events if one.lane is Lane.compute and isinstance(one.action, Compute)]
-    first = (one for one in passes if isinstance(one.action, Forward) and one.action.stage == 0)
-    end = max(one.stop for one in first)
-    kept = {one.action for one in passes if one.start < end}
-    last = {one.action for one in passes if one.start >= end and one.action.stage == 0}
+    starts = {one.action: one.start for one in events if isinstance(one.action, Compute)}
+    end = max(one.stop for one in events if isinstance(one.action, Forward) and one.action.stage == 0)
+    kept = {action for action, start in starts.items() if start < end}
     unfinished = {
         (segment.job, segment.step)
-        for action in last
+        for action in starts.keys() - kept
+        if action.stage == 0
         for segment in program.microbatches[action.microbatch].segments
     }
 
