@@ -318,10 +318,10 @@ class _WindowSearch:
     def _fastest_in_any_order(self, groups: Groups, size: int) -> Timed:
         """Return the fastest program for these groups of jobs, among all orders of the groups and of the
         passes."""
-        orders = CUT_ORDERS if self.rules.order is None else [self.rules.order]
-        all_turns = order_turns(groups, self.batches, self.inherited)
+        orders = CUT_ORDERS if self.rules.order is None else (self.rules.order,)
         if self.rules.replicas > 1:
-            return min((self._plan_replicas(turns, size) for turns in all_turns), key=lambda one: one.seconds)
+            orders = (PipelineOrder.multi_job,)
+        all_turns = order_turns(groups, self.batches, self.inherited)
         return min(
             (self._plan_in_order(turns, size, order) for turns in all_turns for order in orders),
             key=lambda one: one.seconds,
@@ -340,14 +340,9 @@ class _WindowSearch:
 
     def _simulate_work(self, work: Work, groups: Groups, order: PipelineOrder) -> Timed:
         self.microbatches += len(work.microbatches)
-        prices = pace_prices(work.microbatches, self.rules.paces)
-        program = order_passes(order, work, prices, groups, self.rules)
-        return self._cut_and_simulate(program, prices)
-
-    def _plan_replicas(self, groups: Groups, size: int) -> Timed:
-        rules = self.rules
-        work = divide_into_microbatches(self.batches, groups, size, rules, self.inherited)
-        prices = pace_prices(work.microbatches, rules.paces)
+        prices, rules = pace_prices(work.microbatches, self.rules.paces), self.rules
+        if rules.replicas == 1:
+            return self._cut_and_simulate(order_passes(order, work, prices, groups, rules), prices)
         spare = rules.spare_microbatches
         patient, eager = (
             self._cut_and_simulate(order_replicas(work, rules.stages, prices, spare, is_patient), prices)
