@@ -49,14 +49,18 @@ class BenchLine:
 
 def bench(
     shape: Annotated[
-        BenchShape, typer.Option(help="The base: the shape of Llama 8B or of TinyLlama 1.1B.")
+        BenchShape, typer.Option(help="Shape of the base: that of Llama 8B or TinyLlama 1.1B.")
     ] = (BenchShape.LARGE),
-    quick: Annotated[bool, typer.Option("--quick", help="Only the first part, in a minute or two.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run only the first part, which takes a minute or two.")
+    ] = False,
     model: Annotated[
         Path | None,
-        typer.Option(help="A folder with a small model, to compare quality on.", show_default=False),
+        typer.Option(help="Folder of a small model on which quality is compared.", show_default=False),
     ] = None,
-    toy: Annotated[bool, typer.Option("--toy", help="Tiny, on the CPU: does it run at all.")] = False,
+    toy: Annotated[
+        bool, typer.Option("--toy", help="Run tiny sizes on the CPU, to check that it runs.")
+    ] = False,
 ) -> None:
     """Measure Weftune and the fastest alternatives on this machine's GPU."""
     if not toy:

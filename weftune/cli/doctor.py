@@ -48,12 +48,12 @@ class Check:
 
 def doctor(
     profile: Annotated[
-        bool, typer.Option("--profile", help="Measure this device's passes over a base, for predictions.")
+        bool, typer.Option("--profile", help="Measure passes over a base on this device, for predictions.")
     ] = False,
-    base: Annotated[str, typer.Option(help="With --profile: the base, as a jobs file names it.")] = "demo",
+    base: Annotated[str, typer.Option(help="With --profile: the base, given as in a jobs file.")] = "demo",
     device: DeviceOption = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --profile: the file to write; default: one in the cache.")
+        Path | None, typer.Option(help="With --profile: file to write. Default: a file in the cache.")
     ] = None,
 ) -> None:
     """Show what this machine can do, what is missing and how to get it."""

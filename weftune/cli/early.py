@@ -29,30 +29,35 @@ they are tokenised."""
 # -- options --------------------------------------------------------------------------------------------
 
 JobsFile = Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cuda or cpu; default: the fastest device here.")]
-MaxStepsOption = Annotated[int | None, typer.Option(min=1, help="End every job after this many steps.")]
-MemoryOption = Annotated[str | None, typer.Option(help="Memory that the run may take, such as 8GiB.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cuda or cpu. Default: the fastest device of this machine.")
+]
+MaxStepsOption = Annotated[int | None, typer.Option(min=1, help="Maximum number of steps per job.")]
+MemoryOption = Annotated[str | None, typer.Option(help="Maximum memory of the run, such as 8GiB.")]
 GpuMemoryOption = Annotated[
     str | None,
-    typer.Option(help="Memory that the run may take of each GPU; a larger base is streamed from the host."),
+    typer.Option(help="Maximum memory per GPU, such as 24GiB. A larger base is streamed from the host."),
 ]
 PipelineOption = Annotated[
     str | None,
-    typer.Option(metavar="N|auto", help="Cut the base into N stages, each in a process of its own."),
+    typer.Option(metavar="N|auto", help="Number of pipeline stages, each in its own process."),
 ]
 ReplicasOption = Annotated[
-    int, typer.Option(min=1, help="Share every batch among this many copies of the base or of its stages.")
+    int, typer.Option(min=1, help="Number of copies of the base that divide every batch.")
 ]
 ShardsOption = Annotated[
     str,
-    typer.Option(metavar="N|auto", help="Divide every layer among N processes (tensor parallelism)."),
+    typer.Option(metavar="N|auto", help="Number of processes that divide every layer (tensor parallelism)."),
 ]
 CapacityOption = Annotated[
-    int | None, typer.Option(min=1, help="The most tokens of a microbatch; by default the planner chooses.")
+    int | None,
+    typer.Option(min=1, help="Maximum number of tokens per microbatch. Default: chosen by the planner."),
 ]
 GpusOption = Annotated[
     str | None,
-    typer.Option(metavar="N|all", help="Put the whole base and a share of the jobs on each of N GPUs."),
+    typer.Option(
+        metavar="N|all", help="Number of GPUs that each hold the whole base and train a share of the jobs."
+    ),
 ]
 
 

@@ -24,7 +24,9 @@ def eval(
     adapters: Annotated[
         list[Path], typer.Argument(metavar="ADAPTER...", help="Folders of finished jobs (output/JOB).")
     ],
-    data: Annotated[str, typer.Option(metavar="FILE", help="Rows in any format that training reads.")],
+    data: Annotated[
+        str, typer.Option(metavar="FILE", help="File of rows, in any format that training reads.")
+    ],
     metric: Annotated[
         str,
         typer.Option(
@@ -38,12 +40,14 @@ def eval(
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with all answers side by side.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=0, help="The longest answer, in tokens; 0 generates no answers.")
+        int, typer.Option(min=0, help="Maximum number of tokens per answer. 0 generates no answers.")
     ] = 128,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be used, and count them.")
+        bool, typer.Option("--skip-bad-rows", help="Skip rows that cannot be used, and report how many.")
     ] = False,
-    no_base: Annotated[bool, typer.Option("--no-base", help="Leave out the bare base.")] = False,
+    no_base: Annotated[
+        bool, typer.Option("--no-base", help="Do not evaluate the base without adapters.")
+    ] = False,
     device: DeviceOption = None,
 ) -> None:
     """Evaluate finished adapters and their base on the same rows."""

@@ -23,18 +23,20 @@ def export(
     target: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DIR", help="A new folder; default: JOB/portable or JOB/merged.", show_default=False
+            metavar="DIR", help="Folder to create. Default: JOB/portable or JOB/merged.", show_default=False
         ),
     ] = None,
     portable: Annotated[
-        bool, typer.Option("--portable", help="An adapter that vLLM and SGLang scale right.")
+        bool, typer.Option("--portable", help="Write an adapter that vLLM and SGLang scale correctly.")
     ] = False,
     merged: Annotated[
-        bool, typer.Option("--merged", help="A whole model: the base with the adapter in it.")
+        bool, typer.Option("--merged", help="Write a whole model, the base with the adapter merged into it.")
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --merged: another dtype than the base's own.", show_default=False),
+        typer.Option(
+            help="With --merged: dtype of the model. Default: that of the base.", show_default=False
+        ),
     ] = None,
     into: Annotated[
         str | None,

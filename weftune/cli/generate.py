@@ -29,24 +29,36 @@ def generate(
         list[str],
         typer.Argument(
             metavar="ADAPTER... [PROMPT]",
-            help="Folders of finished jobs (output/JOB), then what to ask. Without a prompt: a chat.",
+            help="Folders of finished jobs (output/JOB), then the prompt. Without a prompt, a chat starts.",
         ),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts: rows with `prompt` or `messages`.")
+        Path | None, typer.Option(help="File of prompts: rows with `prompt` or `messages`.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write the answers to --prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write the answers to --prompts to.")] = None,
     against_base: BaseOption = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many tokens; 0: among all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this share.")] = 1.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens are repeated less.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Above 0, new tokens are preferred.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature. 0 selects the most likely token.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Number of most likely tokens to sample from. 0 means all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Total probability of the most likely tokens to sample from.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Values above 1 make repeated tokens less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Values above 0 make new tokens more likely.")
+    ] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled tokens.")] = 0,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Use prompts as text, without a template.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Use prompts as they are, without the chat template.")
+    ] = False,
     device: DeviceOption = None,
 ) -> None:
     """Generate answers with finished adapters."""

@@ -48,7 +48,9 @@ def list_jobs(run: RunOption = None, url: UrlOption = None, key: KeyOption = Non
 
 @app.command()
 def add(
-    jobs: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="A jobs file on the base of the run.")],
+    jobs: Annotated[
+        Path, typer.Argument(metavar="JOBS.YAML", help="Jobs file with the same base as the run.")
+    ],
     run: Annotated[
         Path, typer.Option("--run", metavar="OUTPUT", help="The output folder of a running weftune train.")
     ],
@@ -105,7 +107,9 @@ def cancel(job: JobArgument, run: RunOption = None, url: UrlOption = None, key: 
 @app.command()
 def priority(
     job: JobArgument,
-    value: Annotated[int, typer.Argument(metavar="N", help="Higher values are admitted first.")],
+    value: Annotated[
+        int, typer.Argument(metavar="N", help="New priority. Jobs of higher priority are admitted first.")
+    ],
     run: RunOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -136,7 +140,7 @@ def show(job: JobArgument, url: UrlOption = None, key: KeyOption = None) -> None
 @app.command()
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new events.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new events.")] = False,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
@@ -147,7 +151,7 @@ def logs(
 @app.command()
 def download(
     job: JobArgument,
-    folder: Annotated[Path | None, typer.Option("--into", metavar="DIR", help="A new folder.")] = None,
+    folder: Annotated[Path | None, typer.Option("--into", metavar="DIR", help="Folder to create.")] = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:

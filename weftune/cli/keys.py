@@ -25,7 +25,9 @@ keys = typer.Typer(
 
 @keys.command("create")
 def create_key(
-    tenant: Annotated[str, typer.Argument(help="Who uses the key: lower-case letters, digits, hyphens.")],
+    tenant: Annotated[
+        str, typer.Argument(help="Name of the tenant: lower-case letters, digits and hyphens.")
+    ],
     store: StoreOption = None,
 ) -> None:
     """Create an API key and print it as the last line; it cannot be shown again."""
@@ -47,7 +49,7 @@ def list_keys(store: StoreOption = None) -> None:
 
 @keys.command("revoke")
 def revoke_key(
-    key: Annotated[str, typer.Argument(metavar="ID", help="The id that weftune keys list shows.")],
+    key: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as weftune keys list shows it.")],
     store: StoreOption = None,
 ) -> None:
     """Revoke a key: a running service refuses it from the next request on."""

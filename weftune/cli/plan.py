@@ -37,13 +37,15 @@ def plan(
     max_steps: early.MaxStepsOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print a sentence for each decision.")] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Print what each mechanism is worth, one at a time.")
+        bool, typer.Option("--ablate", help="Print how much each mechanism saves, one at a time.")
     ] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="With --ablate: train without each mechanism on this machine.")
+        bool, typer.Option("--measure", help="With --ablate: also measure it, by training on this machine.")
     ] = False,
-    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline: out.html or out.png.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+    gantt: Annotated[
+        Path | None, typer.Option(help="File to draw the timeline to: out.html or out.png.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file to write the numbers to.")] = None,
 ) -> None:
     """Predict what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
     from weftune.jobs.spec.checks import refuse_kinds_on_shards

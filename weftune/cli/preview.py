@@ -40,8 +40,8 @@ class SharedSamples:
 
 def preview(
     file: JobsFile,
-    job: Annotated[str | None, typer.Option(help="Only this job or sweep.")] = None,
-    rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
+    job: Annotated[str | None, typer.Option(help="Show only this job or sweep.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of samples to show per dataset.")] = 3,
 ) -> None:
     """Show rows as the model sees them, supervised tokens coloured (in a pipe: between >>> and <<<), and the
     trials of sweeps. No weights are loaded."""

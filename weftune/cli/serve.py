@@ -59,14 +59,12 @@ def serve(
         str,
         typer.Option(
             metavar="JOBSxrankRANK[xTOKENS]",
-            help="Jobs for which the layout is chosen: how many at once, their rank, their longest sample.",
+            help="Expected jobs, for which the layout is chosen: their number, rank and longest sample.",
         ),
     ] = "16xrank16x1024",
     quota: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="A limit for each tenant, such as running_jobs=4; repeatable."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Limit per tenant, such as running_jobs=4; repeatable."),
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -77,12 +75,14 @@ def serve(
     ] = None,
     announce: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A running vLLM, which is to load every finished adapter."),
+        typer.Option(metavar="URL", help="URL of a running vLLM that loads every finished adapter."),
     ] = None,
     device: DeviceOption = None,
     memory: MemoryOption = None,
     gpu_memory: GpuMemoryOption = None,
-    check: Annotated[bool, typer.Option("--check", help="Check everything, and start nothing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the configuration without starting the service.")
+    ] = False,
 ) -> None:
     """Serve fine-tuning over HTTP with OpenAI's API: jobs come and go while training runs."""
     refuse_missing_packages()

@@ -31,7 +31,7 @@ SOME_FAILED, INTERRUPTED = 1, 130
 def train(
     jobs: early.JobsFile,
     output: Annotated[
-        Path | None, typer.Option(help="The folder for results; default: the file's `output`.")
+        Path | None, typer.Option(help="Folder for results. Default: the file's `output`.")
     ] = None,
     device: early.DeviceOption = None,
     max_steps: early.MaxStepsOption = None,
@@ -40,7 +40,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     restart: Annotated[
         list[str] | None,
-        typer.Option(metavar="JOB", help="With --resume: train this job from the beginning."),
+        typer.Option(metavar="JOB", help="With --resume: train this job again from the beginning."),
     ] = None,
     retry: Annotated[
         list[str] | None,
@@ -48,7 +48,7 @@ def train(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="With --retry: a new setting of that job."),
+        typer.Option("--set", metavar="KEY=VALUE", help="With --retry: new setting of that job."),
     ] = None,
     pipeline: early.PipelineOption = None,
     replicas: early.ReplicasOption = 1,
