@@ -160,4 +160,4 @@ def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     assert run.choice.reads_weight_files
     assert plan.numbers["weights_in_files"]
     assert f"The base is {run.choice.reason}." in plan.told
-    assert "How fast the files are is not known here" in plan.told
+    assert "The speed of the files is not known here" in plan.told

@@ -204,11 +204,11 @@ def test_both_memory_figures_of_a_plan_say_what_they_are(folder, weftune):
         format_bytes(numbers["stages"][0]["needs_bytes"]),
     )
     assert peak != full
-    assert f"{peak} at its peak of the" in words
+    assert f"a peak of {peak} of the" in words
     assert "needs at most" in words
     assert full in words
-    assert f"if every microbatch is filled to the token capacity of {numbers['capacity']:,}." in words
-    assert f"With the samples of the first window the peak is {peak}." in words
+    assert f"if every microbatch has {numbers['capacity']:,} tokens, the token capacity." in words
+    assert f"With the samples of the first window, the peak is {peak}." in words
 
 
 def test_where_a_device_is_too_small_the_base_is_divided_and_the_options_told(folder, weftune):
@@ -226,10 +226,8 @@ def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(fo
     first, rest = shown.out.split("\n", 1)
     run = json.loads((folder / "out.json").read_text())["run"]
     assert first.startswith("2 jobs on 1xH200: "), shown.err
-    assert (
-        f"{format_span(run['seconds'])} for the whole run, {format_bytes(run['needs_bytes'])} at its peak of"
-        in first
-    )
+    seconds, peak = format_span(run["seconds"]), format_bytes(run["needs_bytes"])
+    assert f"{seconds} for the whole run, and a peak of {peak} of" in first
     assert run["seconds"] == max(job["ends"] for job in run["jobs"].values()) > 0
     assert run["jobs"]["long"]["state_bytes"] == 8 * run["jobs"]["short"]["state_bytes"] > 0
     table = rest[: rest.index("they fit")]
@@ -278,7 +276,7 @@ def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weftune):
     spec = DataSpec(path=str(folder / "short.jsonl"))
     prepare(spec, None, families.smollm2(), folder / "cache" / "tokens", context=131072)
     shown = weftune(file, "--cluster", "H200")
-    assert "so the first rows stand for all: long." in shown.out, shown.err
+    assert "and estimated from the first rows: long." in shown.out, shown.err
 
 
 def test_jobs_on_the_same_rows_are_tokenised_once(folder, weftune, monkeypatch):
@@ -289,7 +287,7 @@ def test_jobs_on_the_same_rows_are_tokenised_once(folder, weftune, monkeypatch):
     ]
     (folder / "same.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
     shown = weftune("same.yaml", "--cluster", "H200")
-    assert "so the first rows stand for all: s1, s2." in shown.out, shown.err
+    assert "and estimated from the first rows: s1, s2." in shown.out, shown.err
     assert len(list((folder / "once" / "tokens").iterdir())) == 1
 
 

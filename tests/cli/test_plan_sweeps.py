@@ -59,7 +59,7 @@ def test_a_plan_lists_the_trials_and_says_what_halving_saves(plan):
         "Sweep sql: 24 trials; 8 after step 20 and 3 after step 60 continue. That takes 4,880 samples "
         "instead of 19,200, 25%." in words
     )
-    assert "Not tokenised yet, so the first rows stand for all: sql (24 trials), other." in words
+    assert "Not tokenised yet, and estimated from the first rows: sql (24 trials), other." in words
     (sweep,) = numbers["sweeps"]
     assert sweep["rungs"] == [
         {"step": 20, "trials": 24},

@@ -46,9 +46,8 @@ def _show_plan_of_run(console: Console, plan: Plan) -> None:
         whole += " if no trial leaves early"
     console.print(
         f"{count_noun(len(run.ends), 'job')} on {case.cluster.name}: {least}{format_span(run.seconds)} for "
-        f"{whole}, {format_bytes(run.need_bytes)} at its peak of the {format_bytes(run.budget_bytes)} "
-        "that it may take of a "
-        f"device. Times are {plan.source}.",
+        f"{whole}, and a peak of {format_bytes(run.need_bytes)} of the {format_bytes(run.budget_bytes)} "
+        f"available on each device. Times are {plan.source}.",
         highlight=False,
     )
     trials = {name for one in case.sweeps for name in one.known_trials}
@@ -79,7 +78,7 @@ def run_table(
     run: WholeRun, job_totals: Mapping[str, JobTotal], kind: str = "job", title: str = "The run"
 ) -> Table:
     table = Table(kind, title=Text(title))
-    for title in ("steps", "ends after", "memory of its own"):
+    for title in ("steps", "ends after", "own memory"):
         table.add_column(title, justify="right")
     for name, total in job_totals.items():
         if name in run.ends:
@@ -120,7 +119,8 @@ def _show_resident_plan(console: Console, plan: Plan, prediction: Prediction) ->
     expected, rounds = plan.window.prediction, count_noun(prediction.forecast.steps, "round")
     time = "" if expected.seconds is None else f"{duration_text(expected.seconds)} and "
     console.print(
-        f"The first window, {rounds}: {time}{format_bytes(expected.peak_bytes)}, as the run will predict.",
+        f"Predicted for the first window of {rounds}: {time}{format_bytes(expected.peak_bytes)}. The run "
+        "records the same prediction.",
         highlight=False,
     )
     _show_sampling_note(console, plan.case)
@@ -138,7 +138,7 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
         highlight=False,
     )
     _show_sampling_note(console, plan.case)
-    table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
+    table = Table("device", "jobs", "predicted", "tokens/s", "needs", "available", title="Shares")
     for number, (share, part) in enumerate(zip(outlook.shares, outlook.parts, strict=True)):
         table.add_row(
             _device_text(plan.case, number),
@@ -186,9 +186,9 @@ def _show_streamed_plan(console: Console, plan: Plan, outlook: StreamOutlook) ->
     )
     console.print(f"The base is {choice.reason}.", highlight=False, markup=False)
     if choice.reads_weight_files:
-        console.print("How fast the files are is not known here; they are assumed to be as fast as the link.")
+        console.print("The speed of the files is not known here; it is assumed to be that of the link.")
     _show_sampling_note(console, plan.case)
-    table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
+    table = Table("device", "stages", "resident", "slots", "needs", "available", "host needs", title="Memory")
     for number in range(outlook.forecast.devices):
         own = choice.layout.for_worker(number // choice.layout.shards)
         table.add_row(
@@ -201,13 +201,13 @@ def _show_streamed_plan(console: Console, plan: Plan, outlook: StreamOutlook) ->
             format_bytes(choice.host_bytes) if number == 0 else "",
         )
     console.print(table)
-    title = "Predicted for such a round, each way with the same token capacity"
+    title = "Predicted for such a round, with the same token capacity"
     console.print(forecast_table(outlook.forecast, outlook.alternatives, title))
 
 
 def _show_sampling_note(console: Console, case: PlanCase) -> None:
     if sampled := _collapse_trial_names((one.name for one in case.jobs if one.is_sampled), case):
-        console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
+        console.print(f"Not tokenised yet, and estimated from the first rows: {', '.join(sampled)}.")
 
 
 def _show_waiting_jobs(console: Console, plan: Plan) -> None:
@@ -238,10 +238,10 @@ def _device_text(case: PlanCase, number: int) -> str:
 def stage_table(prediction: Prediction, case: PlanCase) -> Table:
     peak, capacity = format_bytes(prediction.window.prediction.peak_bytes), f"{prediction.program.capacity:,}"
     caption = (
-        f"Needs at most: if every microbatch is filled to the token capacity of {capacity}. With the samples "
-        f"of the first window the peak is {peak}."
+        f"The most that is needed if every microbatch has {capacity} tokens, the token capacity. With the "
+        f"samples of the first window, the peak is {peak}."
     )
-    columns = ("device", "layers", "needs at most", "may take")
+    columns = ("device", "layers", "needs at most", "available")
     table = Table(*columns, title="Memory on every device", caption=caption)
     layout, layers = prediction.choice.layout, case.shape.layers
     for number, (stage, need) in enumerate(zip(layout.stages, device_needs_bytes(prediction), strict=True)):
@@ -273,7 +273,8 @@ def forecast_table(
 ) -> Table:
     several = chosen_forecast.devices > 1
     waits = ["bubbles"] if several else []
-    table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
+    columns = ("schedule", "step", "tokens/s", *waits, "microbatches", "capacity", "relative time")
+    table = Table(*columns, title=title)
     for one in (chosen_forecast, *alternatives):
         table.add_row(
             one.name,
@@ -303,7 +304,7 @@ def ablation_table(rows: Sequence[Ablation], measured_seconds: tuple[float, floa
         titles += ["measured step", "measured costs"]
         before, after = (f"{one:.3g} s" for one in measured_seconds)
         notes.append(f"A step of the plan itself took {before} before the others and {after} after them.")
-    table = Table(*titles, title="What each mechanism is worth", caption=" ".join(notes) or None)
+    table = Table(*titles, title="Cost of leaving out each mechanism", caption=" ".join(notes) or None)
     for row in sorted(rows, key=lambda one: one.is_added):
         one = row.forecast
         name = f"left out: {row.mechanism}" if row.is_added else row.mechanism
@@ -318,4 +319,4 @@ def ablation_table(rows: Sequence[Ablation], measured_seconds: tuple[float, floa
 
 
 def _add_memory_note(text: str, forecast: Forecast) -> str:
-    return text if forecast.fits else f"{text}, and more memory than there is"
+    return text if forecast.fits else f"{text}, more memory than available"
