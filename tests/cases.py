@@ -16,8 +16,8 @@ import pytest
 
 T = TypeVar("T")
 
-EXAMPLES_FACTOR = 5
-FEWEST_EXAMPLES = 10
+EXAMPLES_FACTOR = 10
+FEWEST_EXAMPLES = 6
 
 
 def asks_for_every_case() -> bool:
@@ -47,7 +47,7 @@ def slow_but(every: Iterable[T], few: Iterable[T]) -> list[Any]:
 
 
 def fewer_examples(asked: int) -> int:
-    """A fifth of the random examples that a test asks for, but no fewer than ten of them."""
+    """A tenth of the random examples that a test asks for, but no fewer than six of them."""
     return max(min(asked, FEWEST_EXAMPLES), asked // EXAMPLES_FACTOR)
 
 
