@@ -373,6 +373,8 @@ def base(tmp_path_factory):
 @pytest.fixture
 def planned(tmp_path, base, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    # Tests beside this one would keep a process of low priority waiting for longer than its time limit.
+    monkeypatch.setattr(plan_preview, "NICENESS", 0)
     found = Site(tmp_path, base)
     with TestClient(found.app, headers=found.headers()) as client:
         yield found, client
