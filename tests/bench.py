@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import weftune.base.model
 from benchmarks.recorder import Recorder
 from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
@@ -27,6 +29,8 @@ from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
 
 CPU = torch.device("cpu")
+CHECKED: set[tuple[str, torch.dtype, int]] = set()
+"""Families, dtypes and seeds of which a tiny base has been checked."""
 SHARED = Path(__file__).parents[2] / "shared"
 STORIES = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))
 """A real small model; the variable points to a copy of it where there is no shared folder."""
@@ -42,8 +46,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def base(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0) -> Base:
-    name = str(dtype).removeprefix("torch.")
-    return Base.from_model(tiny(family, dtype, seed), BaseSpec(model=f"tiny/{family}", dtype=name), CPU)
+    """A tiny base. Of equal ones only the first is checked: its check takes longer than to make another."""
+    spec = BaseSpec(model=f"tiny/{family}", dtype=str(dtype).removeprefix("torch."))
+    with pytest.MonkeyPatch.context() as patch:
+        if (family, dtype, seed) in CHECKED:
+            patch.setattr(weftune.base.model, "check_packing", lambda *_: None)
+        made = Base.from_model(tiny(family, dtype, seed), spec, CPU)
+    CHECKED.add((family, dtype, seed))
+    return made
 
 
 def samples(count: int, seed: int = 0, shortest: int = 4, longest: int = 20) -> list[Sample]:

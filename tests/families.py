@@ -6,6 +6,8 @@ position tables are all random, so that leaving one out changes the numbers.
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -159,6 +161,12 @@ def tiny_wrapper(family: str, dtype: torch.dtype = torch.float64, seed: int = 0)
 
 def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model of the family in eval mode; the same seed gives the same weights in every dtype."""
+    return copy.deepcopy(first_tiny(family, dtype, seed))
+
+
+@cache
+def first_tiny(family: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """To be copied, in half of the time in which another one is built."""
     model = randomised(config(family), dtype, seed)
     return with_exact_norms(model) if dtype is torch.float64 else model
 

@@ -28,7 +28,7 @@ class Forks:
 
         `memory`: add at most so many bytes of memory. `file_bytes`: let no file grow larger. `away`: print
         to this file, or into this command, in the place of the log, which keeps the errors. `installed`:
-        import Weftune anew, with the packages of this folder beside it.
+        import Weftune anew, with the packages of this folder beside it. `environment`: more variables.
         """
         words = [str(argument) for argument in arguments]
         self._process = context().Process(target=be_weftune, args=(words, str(cwd)), kwargs=limits)
@@ -65,12 +65,13 @@ def be_weftune(
     file_bytes: int | None = None,
     away: str | list[str] | None = None,
     installed: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """In the forked child: what `python -m weftune ARGUMENTS` does, never to return."""
     import torch
 
     os.chdir(cwd)
-    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **(environment or {})}
     torch.set_num_threads(1)
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

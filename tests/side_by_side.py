@@ -35,6 +35,19 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 MEMORY_FOLDER = "/dev/shm"
 FILES_BYTES = 4 << 30
 """Free bytes of the folder in memory from which on tests write there."""
+IMPORTED_LATE = (
+    *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "fastapi.telemetry"),
+    *("uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto", "uvicorn.loops.auto"),
+    *("uvicorn.loops.asyncio", "uvicorn.lifespan.on", "weftune.service.answering", "weftune.launch.api"),
+    *("openai.resources.fine_tuning.fine_tuning", "openai.resources.files", "openai.resources.chat.chat"),
+    *("rich._emoji_codes", "rich.live", "rich.progress", "rich.table", "weftune.cli.plan_json"),
+    *(f"weftune.adapters.{kind}.apply" for kind in ("lora", "dora", "vera", "prompt", "prefix", "pissa")),
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3_moe")
+    ),
+)
+"""Modules that forks would import one after another, each for itself."""
 Files = Sequence[Sequence[pytest.Item]]
 
 
@@ -118,6 +131,9 @@ def prepare(session: pytest.Session, patch: pytest.MonkeyPatch) -> None:
 
     for name in MODULES:
         import_module(name)
+    for name in IMPORTED_LATE:
+        with suppress(ImportError):
+            import_module(name)
     compile_pages_once(patch)
     build_commands_once(patch, app)
     with redirect_stderr(StringIO()):
@@ -232,12 +248,18 @@ def run_worker(session: pytest.Session, files: Files, parent: Connection) -> Non
         parent.send(None)
         return parent.recv()
 
+    costs = bool(session.config.option.costs)
+    # One test ends where the next one begins, since to look takes as long as many a test.
+    began = (processor_seconds(), time.monotonic()) if costs else (0.0, 0.0)
+
     def run(item: pytest.Item, following: pytest.Item | None) -> None:
+        nonlocal began
         parent.send(item.nodeid)
-        began = (processor_seconds(), time.monotonic()) if session.config.option.costs else None
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if began is not None:
-            parent.send((processor_seconds() - began[0], time.monotonic() - began[1]))
+        if costs:
+            ended = (processor_seconds(), time.monotonic())
+            parent.send((ended[0] - began[0], ended[1] - began[1]))
+            began = ended
 
     number = ask()
     while number is not None:

@@ -123,7 +123,7 @@ def test_peft_loads_what_weftune_trained_and_computes_the_same(family, dtype, tr
         assert gap(theirs, bare) > 1e-2, "the adapter must do something, or anything would be equal"
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "gemma3", "phi3", "gpt2"]))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "phi3", "gpt2"]))
 def test_a_portable_export_computes_the_same_with_one_rank_and_no_scale(family, trained, tmp_path):
     for job in JOBS:
         folder, target = trained(family, torch.float64) / job, tmp_path / job
@@ -158,7 +158,7 @@ def test_a_scale_that_is_one_percent_off_would_be_seen(trained, tmp_path):
     assert gap(wrong, by_peft("llama", torch.float64, folder)) > 1e-3
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "gemma3", "phi3", "gpt2"]))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "phi3", "gpt2"]))
 def test_a_merged_export_is_a_plain_model_that_computes_the_same(family, trained, tmp_path):
     base = model_folder(tmp_path / "base", family)
     for job in ("rslora", "patterns"):

@@ -1,5 +1,7 @@
 """The shards of a base together compute what the whole base computes, and are as large as planned."""
 
+from itertools import product
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,7 @@ from tests.base.folders import model_folder, wrapper_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
 from tests.base.quant.bases import stored_folder
 from tests.base.quant.test_loaded import same_bytes
+from tests.cases import slow_but
 from tests.families import config, tiny
 from tests.shards import on_shards
 from weftune.base import weights
@@ -35,8 +38,10 @@ def cut(family, shards, dtype=torch.float32):
     return lambda team: cut_shard(models[team.shard], SPEC, CPU, team, LayerRange(0, layers, layers))
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shards"),
+    slow_but(product(FAMILIES, (2, 4)), [*((family, 2) for family in FAMILIES), ("llama", 4), ("gemma3", 4)]),
+)
 def test_shards_give_the_hidden_states_and_logits_of_the_whole_base(family, shards):
     """97 tokens are divided unevenly."""
     whole, microbatch = base_of(tiny(family, torch.float64)), packed(random_samples())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.base.folders import model_folder
-from tests.cases import core_slowness
+from tests.cases import is_within
 from tests.data.test_swelling import repeated_text
 from tests.data.test_template import HOSTILE as TEMPLATES
 
@@ -87,5 +87,5 @@ def test_a_hostile_file_is_a_sentence_as_typed(name: str, tmp_path: Path) -> Non
     said = done.stdout + done.stderr
     assert code == 2, said
     assert "Traceback" not in said
-    assert seconds < 10 * core_slowness(), said
+    assert is_within(seconds, 10), said
     assert kilobytes < 600_000, said  # imports alone take up to 500 MB on x86

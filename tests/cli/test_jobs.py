@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import yaml
 
+from tests.cases import slow_but
 from tests.launches import Launch, Shares, copied, dealt, deep_folder, fresh
 from tests.outputs import assert_same_job, assert_whole, jobs_folder, lines, states, status
 from weftune.cli import jobs
@@ -199,7 +200,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(run, place, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", slow_but([1, 2, 3], [1]))
 def test_kills_between_pauses_and_resumptions_lose_nothing(run, place, seed):
     dice = random.Random(seed)
     run.start()

@@ -16,6 +16,7 @@ from tests import oracle
 from tests.adapters.kinds.cases import write_start
 from tests.base.folders import CHATML, model_folder, word_tokenizer
 from tests.base.packs import CPU
+from tests.cases import slow_but
 from tests.families import tiny
 from tests.generate.test_answers import adapter_folder, spoken_by_peft
 from tests.outputs import jobs_folder, lines, status
@@ -80,7 +81,7 @@ def accuracy(model: torch.nn.Module, samples: Sequence[oracle.Sample]) -> tuple[
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
-@pytest.mark.parametrize("format", ROWS)
+@pytest.mark.parametrize("format", slow_but(ROWS, ["messages", "text", "tokens"]))
 def test_scores_of_every_kind_in_shared_passes_equal_transformers_with_peft(
     format: str, tmp_path: Path
 ) -> None:

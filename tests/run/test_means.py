@@ -117,6 +117,7 @@ def test_the_mean_is_that_of_the_masters_of_its_steps_and_is_dropped_behind_the_
     assert (training.progress.step, training.progress.averaged, training.mean_weights) == (5, 0, None)
 
 
+@pytest.mark.slow
 def test_with_the_kernels_of_a_gpu_too(monkeypatch):
     """Which make the steps while the host goes on, and say later what came of them."""
     interpret(monkeypatch)

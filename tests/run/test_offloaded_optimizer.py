@@ -106,6 +106,7 @@ def test_no_pass_reads_weights_whose_step_is_not_made(monkeypatch):
     compare(executor, resident("llama", torch.float32))
 
 
+@pytest.mark.slow
 def test_with_the_kernel_of_a_gpu_too(monkeypatch):
     """Which decides by itself whether a step can be made."""
     interpret(monkeypatch)

@@ -15,11 +15,12 @@ import weftune
 from tests import bench, oracle
 from tests.outputs import jobs_folder
 from tests.run.processes import context
+from tests.service.stores import create_tables
 from weftune.base.spec import BaseSpec
 from weftune.jobs.store.status import State
 from weftune.service.ids import new_id
 from weftune.service.settings import Envelope, Quotas, ServiceSettings
-from weftune.service.store.database import open_requests, open_training, upgrade_store
+from weftune.service.store.database import open_requests, open_training
 from weftune.service.store.records import JobRow, TrainingStore
 from weftune.service.store.requests import RequestStore, Submission, Verb
 
@@ -78,7 +79,7 @@ class Serving:
             quotas=quotas or Quotas(),
             announce=announce,
         )
-        upgrade_store(self.settings)
+        create_tables(self.settings)
         self.requests = RequestStore(open_requests(self.settings, writable=True))
         self.training = TrainingStore(open_training(self.settings, writable=False))
         self.keys: dict[str, dict[str, Any]] = {}

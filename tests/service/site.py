@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from numpy import zeros
 from safetensors.numpy import save_file
 
+from tests.service.stores import create_tables
 from weftune.base.spec import BaseSpec
 from weftune.jobs.store.status import JobStatus, State
 from weftune.service.api.app import create_app
@@ -25,7 +26,7 @@ from weftune.service.chat import ChatClient
 from weftune.service.ids import AdapterName, new_id
 from weftune.service.keys import KeyFile
 from weftune.service.settings import ServiceSettings
-from weftune.service.store.database import open_requests, open_training, upgrade_store
+from weftune.service.store.database import open_requests, open_training
 from weftune.service.store.records import (
     Changes,
     CheckpointRow,
@@ -58,7 +59,7 @@ class Site:
         self.settings = ServiceSettings(
             base=BaseSpec(model=base), store=folder / "store", device="cpu", **settings
         )
-        upgrade_store(self.settings)
+        create_tables(self.settings)
         self.requests = RequestStore(open_requests(self.settings, writable=True))
         self.training = TrainingStore(open_training(self.settings, writable=True))
         self.training.acquire_lease("tests", 3600)

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from weftune.base.spec import BaseSpec
 from weftune.jobs.store.status import JobStatus, State
 from weftune.service.ids import new_id
 from weftune.service.settings import ServiceSettings
-from weftune.service.store.database import open_requests, open_training
+from weftune.service.store.database import open_requests, open_training, upgrade_store
 from weftune.service.store.records import JobRow, TrainingStore, Transition
 from weftune.service.store.requests import FileRecord, RequestStore, Submission
 
 
 def settings_in(folder: Path, database: str | None = None) -> ServiceSettings:
     return ServiceSettings(base=BaseSpec(model="none"), store=folder / "store", database=database)
+
+
+def create_tables(settings: ServiceSettings) -> None:
+    """Do what `upgrade_store` does for a new store in SQLite: write the files that it has made before."""
+    settings.store.mkdir(parents=True, mode=0o700)
+    for name, content in new_files().items():
+        (settings.store / name).write_bytes(content)
+
+
+@cache
+def new_files() -> Mapping[str, bytes]:
+    """Return the files of a new store."""
+    with TemporaryDirectory() as folder:
+        settings = settings_in(Path(folder))
+        upgrade_store(settings)
+        return {path.name: path.read_bytes() for path in settings.store.iterdir()}
 
 
 @contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import tarfile
 import threading
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +19,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.data import families
+from tests.forks import Forks
 from tests.plan.costs import CONFIG
 from tests.service.api.running import start_service
 from tests.service.site import Site, different_rows, rows, serving
 from weftune.jobs.store.status import State
+from weftune.service import plan_preview
 from weftune.service.api.native import _stream_events
 from weftune.service.server import GRACE_SECONDS
 from weftune.service.settings import Quotas
@@ -370,10 +373,29 @@ def base(tmp_path_factory):
 @pytest.fixture
 def planned(tmp_path, base, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    # Tests beside this one would keep a process of low priority waiting for longer than its time limit.
+    monkeypatch.setattr(plan_preview, "NICENESS", 0)
     found = Site(tmp_path, base)
     with TestClient(found.app, headers=found.headers()) as client:
         yield found, client
     found.close()
+
+
+@pytest.fixture
+def planned_by_forks(planned, monkeypatch):
+    """The same, but the command that plans is a fork, in the place of a new interpreter."""
+    monkeypatch.setattr(plan_preview, "_run", run_as_fork)
+    return planned
+
+
+async def run_as_fork(command: Sequence[str]) -> tuple[int, str]:
+    words = command[3:]  # behind `python -m weftune`
+    folder = Path(words[1]).parent
+    environment = {"WEFTUNE_CACHE": os.environ["WEFTUNE_CACHE"], "COLUMNS": "10000", "NO_COLOR": "1"}
+    status = await asyncio.to_thread(
+        Forks().weftune, *words, cwd=folder, away=os.devnull, environment=environment
+    )
+    return status, (folder / "log").read_text()
 
 
 BASE = "small-base"
@@ -404,8 +426,8 @@ def test_a_plan_says_when_a_job_would_end_and_what_it_needs(planned):
 
 
 @pytest.mark.slow
-def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(planned):
-    site, client = planned
+def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(planned_by_forks):
+    site, client = planned_by_forks
     theirs = [site.add(f"theirs-{n}", "globex") for n in range(3)]
     facts = {"queued_seconds": 0, "remaining_seconds": 0, "deadline": None, "batch_tokens": 10_000}
     jobs = {id: {**facts, "submitted": n} for n, id in enumerate(theirs)}
@@ -419,8 +441,8 @@ def test_a_plan_counts_the_jobs_that_the_fair_share_puts_before_the_new_one(plan
 
 
 @pytest.mark.slow
-def test_a_plan_of_a_job_that_cannot_fit_says_why(planned):
-    site, client = planned
+def test_a_plan_of_a_job_that_cannot_fit_says_why(planned_by_forks):
+    site, client = planned_by_forks
     mine, theirs = site.add("mine"), site.add("theirs", "globex")
     for one in (mine, theirs):
         site.move(one, State.RUNNING)
@@ -435,8 +457,8 @@ def test_a_plan_of_a_job_that_cannot_fit_says_why(planned):
     assert "other-" not in answer.text
 
 
-def test_a_plan_that_would_wait_says_for_what_without_names_of_others(planned):
-    site, client = planned
+def test_a_plan_that_would_wait_says_for_what_without_names_of_others(planned_by_forks):
+    site, client = planned_by_forks
     large = {"rank": 64}
     others = [site.submit("theirs", "globex", adapter=large) for _ in range(3)]
     for one in others:
@@ -485,8 +507,8 @@ def sweep_request(client: TestClient, **extension) -> dict:
     }
 
 
-def test_a_plan_of_a_sweep_has_its_trials_and_rungs_and_submits_nothing(planned):
-    site, client = planned
+def test_a_plan_of_a_sweep_has_its_trials_and_rungs_and_submits_nothing(planned_by_forks):
+    site, client = planned_by_forks
     site.move(site.add("beside"), State.RUNNING)
     answer = client.post("/api/plan", json=sweep_request(client))
     assert answer.status_code == 200, answer.text
@@ -506,8 +528,8 @@ def test_a_plan_of_a_sweep_has_its_trials_and_rungs_and_submits_nothing(planned)
     assert [one.suffix for one in site.requests.trials(made["id"])] == TRIALS
 
 
-def test_a_plan_of_a_sweep_says_which_trials_cannot_run_and_which_wait(planned):
-    site, client = planned
+def test_a_plan_of_a_sweep_says_which_trials_cannot_run_and_which_wait(planned_by_forks):
+    site, client = planned_by_forks
     job = site.add("beside")
     site.move(job, State.RUNNING)
     answers = []
@@ -529,6 +551,7 @@ def test_a_plan_of_a_sweep_says_which_trials_cannot_run_and_which_wait(planned):
 
 def test_a_plan_of_a_sweep_counts_its_trials_for_the_quota(tmp_path, base, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan_preview, "_run", run_as_fork)
     site = Site(tmp_path, base, quotas=Quotas(running_jobs=3, queued_jobs=5))
     with TestClient(site.app, headers=site.headers()) as client:
         site.move(site.add("beside"), State.RUNNING)
@@ -542,8 +565,8 @@ def test_a_plan_of_a_sweep_counts_its_trials_for_the_quota(tmp_path, base, monke
     site.close()
 
 
-def test_a_mistake_of_the_rows_of_a_sweep_is_said_once_for_all_trials(planned):
-    _, client = planned
+def test_a_mistake_of_the_rows_of_a_sweep_is_said_once_for_all_trials(planned_by_forks):
+    _, client = planned_by_forks
     body = sweep_request(client) | {"training_file": upload(client, rows(4))}
     answer = client.post("/api/plan", json=body)
     assert answer.status_code == 400
@@ -551,8 +574,8 @@ def test_a_mistake_of_the_rows_of_a_sweep_is_said_once_for_all_trials(planned):
     assert "\n" not in answer.json()["error"]["message"]
 
 
-def test_a_plan_of_a_sweep_names_the_trial_whose_rung_is_within_its_warm_up(planned):
-    _, client = planned
+def test_a_plan_of_a_sweep_names_the_trial_whose_rung_is_within_its_warm_up(planned_by_forks):
+    _, client = planned_by_forks
     found = client.post("/api/plan", json=sweep_request(client, warmup=6)).json()
     [warning] = found["warnings"]
     assert warning.startswith("sql: sweep.halving.at: the first rung is at step 4")

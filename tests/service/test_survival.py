@@ -27,6 +27,7 @@ from tests.base.folders import model_folder
 from tests.forks import PipedFork, be_weftune
 from tests.outputs import write_rows
 from tests.run.processes import context
+from tests.service.api.running import openai_client
 from weftune import JobSpec
 from weftune.base.spec import BaseSpec
 from weftune.service.processes import PIDS
@@ -211,9 +212,7 @@ def test_every_job_ends_as_it_would_alone_whichever_process_is_killed(
 
 
 def connect(service: Service, tenant: str) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{service.url}/v1", api_key=service.keys[tenant], max_retries=RETRIES, timeout=30.0
-    )
+    return openai_client(service.url, service.keys[tenant], max_retries=RETRIES, timeout=30.0)
 
 
 def assert_states(tenant: Tenant, states: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.base.folders import CHATML, word_tokenizer
 from tests.families import tiny
-from tests.service.api.running import free_port
+from tests.service.api.running import free_port, openai_client
 from weftune.service.client import ServiceClient
 from weftune.service.keys import KeyFile
 from weftune.service.settings import KEYS
@@ -88,7 +88,7 @@ class Whole:
                 self.process.kill()
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=60)
+        return openai_client(self.url, self.key, timeout=60)
 
 
 def rows(count: int = 16) -> bytes:

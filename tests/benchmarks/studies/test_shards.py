@@ -21,7 +21,7 @@ from benchmarks.studies.shards import (
     sharded_placement,
     subgraphs,
 )
-from tests.cases import core_slowness
+from tests.cases import is_within
 from tests.plan.outlooks import SHAPE, outlines
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.program.prices import Link
@@ -159,7 +159,7 @@ def test_a_single_group_has_nothing_to_hide_behind():
 def test_eight_groups_of_32_layers_are_ordered_in_under_two_seconds():
     began = time.process_time()
     overlap([layers(64) for _ in range(8)])
-    assert time.process_time() - began < 2.0 * core_slowness()
+    assert is_within(time.process_time() - began, 2.0)
 
 
 def test_an_operator_before_what_it_needs_is_a_bug_of_the_caller():

@@ -205,7 +205,7 @@ def answers_without_5xx(context: Any, response: Any, case: Any) -> None:
     assert response.status_code < 500 or allowed, response.status_code
 
 
-CALLS, MANY_CALLS = 200, 10_000
+CALLS, MANY_CALLS = 80, 10_000
 
 
 @pytest.mark.parametrize("calls", [CALLS, pytest.param(MANY_CALLS, marks=pytest.mark.slow)])
