@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 NEW = "this-job"
 """Name of the new job in the plan. If the job is a sweep, the names of its trials begin with this name."""
 TIMEOUT_SECONDS = 60.0
-NICENESS = 10
+NICENESS = 5
 """Niceness of the planning process: how much lower its priority is than that of the HTTP and training
 processes."""
 
