@@ -36,7 +36,7 @@ client = OpenAI(base_url="{url}/v1", api_key="{key}")
 rows = client.files.create(file=open("{rows}", "rb"), purpose="fine-tune")
 job = client.fine_tuning.jobs.create(model="demo", training_file=rows.id, suffix="animals")
 while job.status not in ("succeeded", "failed", "cancelled"):
-    time.sleep(1)
+    time.sleep(5)
     job = client.fine_tuning.jobs.retrieve(job.id)
     print(job.status, job.weftune["step"], "of", job.weftune["steps"])
 question = {{"role": "user", "content": "What does a cow say?"}}
