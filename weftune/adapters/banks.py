@@ -124,7 +124,8 @@ class Banks:
         uses them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
-        """Maps the first row of each range of rows in `bind_tile` to the pass of these rows alone."""
+        """Maps the first row of each range of rows that `bind_tile` can select to a pass over that range
+        alone."""
         self._groups = site_groups(modules, sites, groups, self._current)
         self._all_groups = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)

@@ -53,7 +53,7 @@ class ExpertBank:
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job with its parameters and the accumulators of their gradients. Its index in the kernels'
-        tables is one among the jobs with adapters on these experts, not its slot."""
+        tables counts only jobs with adapters on these experts, and may differ from the job's slot."""
         taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)
@@ -74,8 +74,8 @@ class ExpertBank:
         return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield each segment's (range of a job's rows) adapter at one stacked weight. Autograd accumulates
-        its gradients."""
+        """Yield the adapter of each segment (range of a job's rows) at one stacked weight of the experts.
+        Gradients are added to the jobs' accumulators."""
         for segment in bound.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:

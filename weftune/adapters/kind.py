@@ -128,7 +128,7 @@ class SiteParts:
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
     output_changes: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
-    """Pairs of a job's rows and a function that returns changed outputs from their outputs y_LN."""
+    """Pairs of a job's rows and a function that maps their outputs y_LN to the outputs that replace them."""
 
 
 class SiteBank:

@@ -59,7 +59,7 @@ class JobAt:
     weights: Parameters
     frozen: Frozen
     cache: dict[tuple[str, str], Tensor]
-    """Maps (site, name) to a cached tensor; see `once`."""
+    """Maps (site, name) to a tensor that `once` has computed."""
 
     def trained(self, name: str) -> Tensor:
         """Return a parameter of this linear. Autograd accumulates its gradient."""
@@ -123,13 +123,13 @@ class JobPart:
     absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
-    """Function that returns from x_LK the values to add, [L, N]."""
+    """Function that maps the inputs x_LK to values that are added to the outputs, [L, N]."""
     g_in_K: Tensor | None = None
     g_out_N: Tensor | None = None
     scales_bias: bool = False
     """Whether g_out also scales the bias b."""
     after: Callable[[Tensor], Tensor] | None = None
-    """Function that returns the changed outputs from y_LN."""
+    """Function that maps the linear's outputs y_LN to the outputs that replace them."""
 
 
 class PlainBank(SiteBank):
@@ -279,8 +279,8 @@ class PlainKind:
         return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for all jobs' adapters on a layer's experts. Called only if a layout has parameters
-        there."""
+        """Return a bank for all jobs' adapters on a layer's experts. It is called only for adapters that have
+        parameters there."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:

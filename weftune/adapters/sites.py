@@ -272,7 +272,8 @@ def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen
 
 
 def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
-    """Return the stacked weights of modules of which at least one is not a plain matrix."""
+    """Return the stacked weights of modules of which at least one stores its weight in another form than a
+    matrix, such as quantised."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
         module.frozen_weight() if isinstance(module, WeightHolder) else cast(Tensor, module.weight)

@@ -51,7 +51,8 @@ class TrainedTokens:
 
 
 def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """Return the hidden states `h` with these rows inserted at the start of every sample of the segment."""
+    """Return the hidden states `h` with the virtual tokens `rows_ID` inserted at the start of every sample of
+    the segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -97,7 +98,8 @@ def merge_tokens(
 
 
 def refuse_other_tokens(folder: object, folder_spec: Any, spec: Any) -> None:
-    """Raise if the adapter in a folder and the job initialised from it train different tokens."""
+    """Raise AdapterError if the adapter in a folder and the job initialised from it train different
+    tokens."""
     if folder_spec.trained_tokens != spec.trained_tokens:
         raise AdapterError(
             f"{folder} trains the embeddings of the tokens {list(folder_spec.trained_tokens)}, the job those "

@@ -97,7 +97,8 @@ def peft_one_by_one(
 
 
 def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the linears of the layers by linears of bitsandbytes, which PEFT supports."""
+    """Replace the linears of all layers in place by NF4 linears of bitsandbytes, to which PEFT can add
+    adapters."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, linear in list(model.named_modules()):

@@ -127,7 +127,8 @@ def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple
 
 
 def equivalent_chats(chat: Chat) -> Iterator[Chat]:
-    """Yield equivalent forms of a chat. The first is the chat itself, which is used at inference."""
+    """Yield the chat itself, the form used at inference, and then equivalent forms for templates that cannot
+    print it."""
     yield chat
     useful = [
         change
@@ -147,7 +148,7 @@ def _rename_developer_role(message: Message) -> Message:
 
 
 def _replace_null(message: Message) -> Message:
-    """Replace null content, as in messages with tool calls, by an empty text, which more templates can
+    """Replace null content, as in messages with tool calls, by an empty string, which more templates can
     print."""
     return message if message.get("content") is not None else {**message, "content": ""}
 

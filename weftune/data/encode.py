@@ -180,7 +180,8 @@ def _to_encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 
 def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
-    """Replace control tokens by private-use characters. Return the value and each character's token."""
+    """Replace control tokens in all strings of `value` by private-use characters. Return the new value, and a
+    dict from each of these characters to the control token that it replaces."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     placeholders: dict[str, str] = {}

@@ -105,7 +105,7 @@ def json_error_text(problem: Exception, line: str = "") -> str:
 
 
 def _error_reason(problem: json.JSONDecodeError) -> str:
-    """Return the decoder's message. The word `at` at the end of some messages is removed."""
+    """Return the message of a JSON error, without the word `at` with which some messages end."""
     return problem.msg.lower().removesuffix(" at")
 
 

@@ -79,7 +79,8 @@ RESERVED_NAMES = (
     *("adapter", "data", "rows", "tokens", "loss", "perplexity", "token_accuracy", "mean_token_accuracy"),
     EXACT_MATCH,
 )
-"""Names in the results of evaluations that a function of the user cannot have."""
+"""Names that the results of evaluations already use. A metric function of the user cannot have one of
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

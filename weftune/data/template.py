@@ -259,7 +259,8 @@ def compile_template(source: str, special_tokens: str) -> SandboxedTemplate:
 
 
 def template_properties(source: str, special_tokens: str) -> dict[str, bool]:
-    """Return a dict with the properties of a template that are needed before any row is rendered."""
+    """Return a dict with the properties of a template that are needed before any row is rendered: whether it
+    prints tools."""
     return {"prints_tools": compile_template(source, special_tokens).prints_tools}
 
 

@@ -139,7 +139,8 @@ class CacheProbe:
         return itemsize * sum(shape.value_count for shape in self.layers.values())
 
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of the recurrent states of one sequence, which do not depend on its length."""
+        """Return the size in bytes of the recurrent states of one sequence, which does not depend on its
+        length."""
         return sum(tensor.nbytes for state in self.states for pair in state.values() for tensor in pair)
 
 

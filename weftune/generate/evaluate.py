@@ -320,8 +320,8 @@ def run_passes(
 def refuse_mixed_kinds(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
-    """Raise AdapterError if an adapter is not a reward model, and DataError if rows are not preference
-    pairs."""
+    """Check that an evaluation with reward models has no other inputs: raise AdapterError if an adapter is
+    not a reward model, and DataError if the rows are not preference pairs."""
     first = adapters[next(iter(reward_models))]
     if others := [folder for name, folder in adapters.items() if name not in reward_models]:
         raise AdapterError(

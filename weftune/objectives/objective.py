@@ -107,7 +107,8 @@ class Objective(Protocol):
         batch, which is the sum over its segments."""
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
-        """Return the sums over a job's held-out samples in one microbatch."""
+        """Return the sum of the loss over a job's held-out samples in one microbatch, and the number of
+        tokens, samples or pairs in the sum."""
 
     def metrics(self, scores: SampleScores) -> Tensor | None:
         """Return the metrics named by the objective's spec, each summed over a job's samples in one

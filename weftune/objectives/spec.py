@@ -191,11 +191,12 @@ class RewardSpec(ObjectiveSpec):
 
     kind: Literal["reward"] = "reward"
     center_rewards_coefficient: Annotated[float | None, Bound(at_least=0)] = None
-    """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
+    """Weight of a loss term that keeps rewards near zero: the squared sum of a pair's rewards. None disables
+    the term."""
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return a dict from metric name to value. The fourth of the given values is the maximum of the
-        negative rewards, so its negative is the minimum reward."""
+        """Return a dict from metric name to value. The minimum reward is the negative of the fourth value in
+        `metric_means`, the maximum of the negative rewards."""
         named = ObjectiveSpec.named_metrics(self, metric_means)
         return named | {"min_reward": -named["min_reward"]} if named else {}
 

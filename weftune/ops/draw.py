@@ -23,7 +23,7 @@ that they take at most 8 MiB each)."""
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
     """Return the key of the random numbers with which a job's parameter is initialised. It is a hash for step
-    0, and keys of dropout masks are hashes for later steps, so the numbers are independent."""
+    0, for which there are no dropout masks, so the numbers are independent of the masks."""
     of_site = mix_int(step_key(seed, 0) ^ zlib.crc32(site.encode()))
     return mix_int(of_site ^ zlib.crc32(parameter.encode()))
 

@@ -20,12 +20,13 @@ from torch import Tensor
 FIRST = 0x85EBCA6B
 SECOND = 0xC2B2AE35
 STRIDE = 0x9E3779B9
-"""2³² divided by the golden ratio: multiplication spreads consecutive features before they are hashed."""
+"""Multiplier of feature indices before they are hashed: 2³² divided by the golden ratio, which spreads
+consecutive indices."""
 CHUNK = 1 << 17
 """Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
 """Maximum number of mask values for which numpy is used in place of torch on a CPU. For so few values torch
-would use only one thread, too."""
+would not use more than one thread either."""
 
 
 def mask_key(seed: int, step: int, site: str) -> int:
@@ -47,7 +48,7 @@ def keep_threshold(probability: float) -> int:
 
 
 def mix_int(value: int) -> int:
-    """Return fmix32 of a Python integer."""
+    """Return the 32-bit finaliser of MurmurHash3 (fmix32) of a Python integer."""
     value ^= value >> 16
     value = value * FIRST & 0xFFFFFFFF
     value ^= value >> 13
@@ -99,7 +100,8 @@ def _keep_mask_on_cpu(
 
 
 def _odd_unsigned(value: np.ndarray) -> np.ndarray:
-    """Return fmix32 of unsigned integers, made odd, as `to_odd` does for tensors."""
+    """Return the 32-bit finaliser of MurmurHash3 of unsigned integers with the lowest bit set, as `to_odd`
+    does for tensors."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13
@@ -110,12 +112,13 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
 
 
 def to_odd(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor, made odd: a product with an odd number modulo 2³² is invertible."""
+    """Return the 32-bit finaliser of MurmurHash3 of each element, with the lowest bit set: multiplication by
+    an odd number modulo 2³² is invertible."""
     return mix_bits(value) | 1
 
 
 def mix_bits(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor."""
+    """Return the 32-bit finaliser of MurmurHash3 of each element of an int32 tensor."""
     value = _fold_bits(value, 16) * to_signed(FIRST)
     value = _fold_bits(value, 13) * to_signed(SECOND)
     return _fold_bits(value, 16)

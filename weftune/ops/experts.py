@@ -22,7 +22,7 @@ from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Divisor that a row's width, in 16-bit values, must have in grouped matrix products."""
+"""Number of which a row's width, in 16-bit values, must be a multiple in grouped matrix products."""
 
 
 Tokens = tuple[int, int]
@@ -170,8 +170,8 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 
 def has_kernel(w_EKN: Tensor) -> bool:
-    """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices. It is not used for
-    trained matrices, because it leaves the gradient of an expert without rows uninitialised."""
+    """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices of experts. False for
+    trained matrices, since it leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

@@ -28,7 +28,8 @@ def row_codes(
     x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantise the rows of x ⊙ scale to 8-bit floats with a scale per row, as `core.weights.quantise_rows`
-    does, with one Triton kernel where Triton is available and x has whole rows."""
+    does. One Triton kernel is used where Triton is available, unless x has only a shard's part of each row
+    (`whole_maxima`)."""
     if whole_maxima is not None:
         return weights.quantise_rows(x_TM.contiguous(), scale_M, whole_maxima)
     if x_TM.is_cuda and kernels_available(x_TM):
@@ -67,7 +68,7 @@ def multiply(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Return left · codesᵀ with its scales, the product with an 8-bit weight, on a GPU. This implements
+    """Multiply by the transpose of an 8-bit weight, given as codes and scales, on a GPU. This implements
     `core.weights.MultiplyCodes`."""
     if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype, whole_maxima)

@@ -152,8 +152,8 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
 
 
 class _OwnRowsOnShard:
-    """The rows that a job trains of a head that is divided among shards. The trained rows of this shard's
-    tokens replace the frozen ones."""
+    """The rows of the output head that a job trains, if the head is divided among shards. The trained rows of
+    this shard's tokens replace the frozen ones."""
 
     def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
         index_n, self.is_local_n = shard.local_rows(ids_n)

@@ -169,8 +169,8 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def spec_from_config(spec_class: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
-    """Return the spec, of LoRA or a kind with the same keys, from a PEFT config. Raise if the adapter changes
-    more than its target linears, or changes the base."""
+    """Return the spec of LoRA, or of a kind with the same keys, from a PEFT config. Raise AdapterError if the
+    adapter changes more than its target linears, or changes the base."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "

@@ -40,6 +40,7 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the virtual tokens, as wide as the embedding, if this stage has layer 0."""
+        """Return the shape of the virtual tokens, which are as wide as the embedding. Empty for a stage
+        without layer 0."""
         width = embedding_width(sites)
         return {} if width == 0 else {ROWS: (self.num_virtual_tokens, width)}

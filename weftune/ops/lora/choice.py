@@ -112,7 +112,7 @@ Measure = Callable[[PlanTrial], Mapping[ProductPlan, float]]
 """A function that runs a trial and returns the microseconds of every plan that the device can run. It raises
 `torch.OutOfMemoryError` if the trial does not fit."""
 Compile = Callable[[PlanTrial, ProductPlan], None]
-"""A function that compiles the kernels of a plan."""
+"""A function that compiles the kernels of a product plan with the shapes of a trial."""
 
 
 class Choices:
@@ -216,7 +216,7 @@ class Choices:
 
 
 def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
-    """Return the first plan, in the order of the enum, whose time is within `TIE` of the fastest."""
+    """Return the first plan, in the order of `ProductPlan`, whose time is within `TIE` of the fastest."""
     enough = TIE * min(plan_seconds.values())
     return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
 

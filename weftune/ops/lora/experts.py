@@ -202,7 +202,8 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators."""
+        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators. None if no job has an adapter on
+        this linear."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:

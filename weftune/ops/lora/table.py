@@ -179,7 +179,7 @@ def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Ten
 
 
 AddressEntry = tuple[Sequence[int], Sequence[int]]
-"""Addresses and numbers of one job at one linear."""
+"""Type of a table entry: the addresses and the numbers of one job at one linear."""
 
 
 @dataclass(frozen=True, slots=True)

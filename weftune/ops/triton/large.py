@@ -150,8 +150,8 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write, in SPAN columns of a job's rows of dx, the sum of ds · A with dropout masks over all linears
-    where the job's rank exceeds what a fused product supports."""
+    """Compute SPAN columns of a job's rows of dx: the sum of ds · A with dropout masks over all linears where
+    the job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

@@ -67,11 +67,9 @@ def split_halves(sum_MC):
 
 @triton.jit
 def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
-    """Return s · weight, computed as one small product for each 16 rows, which belong to one warp.
-
-    As one large product it would use the instructions of the warp group. The compiler would then wait after
-    each such instruction of the frozen product.
-    """
+    """Return s · weight, computed as one small product for each 16 rows, which belong to one warp. One large
+    product would use instructions of the whole warp group, and the compiler would then wait after each such
+    instruction of the frozen product."""
     M: tl.constexpr = s_MR.shape[0]
     R: tl.constexpr = s_MR.shape[1]
     H: tl.constexpr = weight_RH.shape[1]
