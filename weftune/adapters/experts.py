@@ -27,7 +27,7 @@ MIN_SLOTS = 8
 class _ExpertSlot:
     adapter: JobAdapter
     index: int
-    """Index in the kernels' tables."""
+    """Index of the job in the kernels' tables."""
     weights: Parameters
     totals: Parameters
 
@@ -47,8 +47,8 @@ class ExpertBank:
         self._slots_by_job: dict[str, _ExpertSlot] = {}
         self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Maps each stacked weight of the experts to its table. Emptied when a job is attached or
-        detached."""
+        """Maps each stacked weight of the experts to the kernels' table of its adapters. Emptied when a job
+        is attached or detached."""
         self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:

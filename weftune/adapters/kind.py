@@ -121,7 +121,8 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class SiteParts:
     """The changes that all jobs of one kind make to a linear in one pass, each to its own rows: y = residual
-    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). Any of them may be absent."""
+    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with scales g_in and g_out and functions `after` of
+    the outputs. Any of these may be absent."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""

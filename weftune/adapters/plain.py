@@ -119,8 +119,8 @@ class JobAt:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any may be
-    absent."""
+    """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), with scales
+    g_in and g_out and functions `add` and `after`. Any of these may be absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """Function that maps the inputs x_LK to values that are added to the outputs, [L, N]."""

@@ -150,8 +150,8 @@ class SiteGroup:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). With
-    scales or several kinds, sums are in at least float32."""
+    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with
+    the fields of `SiteParts`. With scales or several kinds, sums are in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out

@@ -1,4 +1,5 @@
-"""The adapter keys that all kinds share, such as `targets` and `layers`. This module imports no torch."""
+"""The keys of adapters in a jobs file that all kinds share, such as `targets` and `layers`. This module
+imports no torch."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class TargetSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the kind. It is imported only for training, because it needs torch."""
+    """Import path `package.module:Class` of the kind. It is imported only for training, because it needs
+    torch."""
     peft_type: ClassVar[str | None] = None
     """PEFT's name for the kind. None if PEFT does not have it."""
     is_mergeable: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The dataclasses for the keys `data` and `eval` of a job. This module imports neither tokenizers nor
+"""The dataclasses for the keys `data` and `eval` of a jobs file. This module imports neither tokenizers nor
 torch."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The keys of a job's `objective`, with the names and defaults of TRL. This module does not import torch."""
+"""The keys of `objective` in a jobs file, with the names and defaults of TRL. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class ObjectiveSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the objective. It is imported only for training, because it needs torch."""
+    """Import path `package.module:Class` of the objective. It is imported only for training, because it needs
+    torch."""
     learning_rate: ClassVar[float] = 1e-6
     """Default learning rate of jobs with this objective."""
     row_kind: ClassVar[RowKind] = "pairs"

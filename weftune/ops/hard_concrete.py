@@ -96,9 +96,9 @@ def fix_gates(values: Gated, kept_count: int) -> None:
 def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn_gates`
-    is None, the gates are fixed and only w has a gradient. `anchor` makes autograd record the product
-    (`ops.accumulate`)."""
+    """Return x(z ⊙ w)ᵀ with the difference w and its gates z. The backward adds the gradients of w and of the
+    gates to `totals`. If `drawn_gates` is None, the gates are fixed and only w has a gradient. `anchor` makes
+    autograd record the product (`ops.accumulate`)."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn_gates)
 
 

@@ -230,9 +230,9 @@ def _run_torch(h: Tensor, targets: Tensor, head: Head, needs_gradient: bool) -> 
 def _product_gradient(
     normalised: Tensor, logits: Tensor, targets: Tensor, head: Head, counts: Tensor | float = 1.0
 ) -> Tensor:
-    """Return the gradient of log p(target) with respect to hWᵀ, through the soft-cap and the multiplier of
-    the logits. `normalised` is overwritten. `counts` is 1, or for each row 1 if its target is on this shard
-    and 0 otherwise."""
+    """Return the gradient of log p(target) with respect to the product hWᵀ of hidden states and head, through
+    the soft-cap and the multiplier of the logits. `normalised` is overwritten. `counts` is 1, or for each row
+    1 if its target is on this shard and 0 otherwise."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += counts
     if head.softcap is not None:

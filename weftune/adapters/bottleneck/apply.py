@@ -1,5 +1,5 @@
 """Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u, which adds a narrow MLP of a sublayer's output y to that
-output.
+output. D and U are the down and up projections, d and u their biases.
 
 U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
 rows of one job.
@@ -51,8 +51,8 @@ class Bottleneck(PlainKind):
 
 @dataclass(frozen=True, slots=True)
 class NarrowLayer:
-    """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear; see
-    `ops.site.RowChange`."""
+    """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear, with down
+    projection D, up projection U and biases d and u; see `ops.site.RowChange`."""
 
     at: JobAt
     activation: Activation

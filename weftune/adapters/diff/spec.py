@@ -1,4 +1,4 @@
-"""The adapter keys of a Diff-Pruning job. This module does not import torch."""
+"""The keys of a Diff-Pruning adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 

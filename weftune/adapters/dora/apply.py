@@ -1,4 +1,4 @@
-"""DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row.
+"""DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row, and trained norms m.
 
 The norms of rows are constants in the backward, as in the paper and in PEFT. With dropout, PEFT keeps xWᵀ + b
 and applies dropout only to the terms that are added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
@@ -65,7 +65,7 @@ class Dora(PlainKind):
         return TiledPart(low_rank=low_rank(at), g_out=g_out)
 
     def start(self, new: NewAdapter) -> None:
-        """Initialise A, B and m. B is zero, so m is the norm of each row of W."""
+        """Initialise A, B and the trained norms m. B is zero, so m is the norm of each row of W."""
         draw_lora(new)
         fill_tokens(new)
         for (site, name), value in new.parameters.items():

@@ -1,4 +1,5 @@
-"""The adapter keys of a DoRA job, the same as those of a LoRA job. This module does not import torch."""
+"""The keys of a DoRA adapter in a jobs file, the same as those of a LoRA adapter. This module does not import
+torch."""
 
 from __future__ import annotations
 

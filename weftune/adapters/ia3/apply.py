@@ -1,4 +1,5 @@
-"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere; l starts at one."""
+"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere, with trained scales l that start
+at one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter keys of an IA³ job. This module does not import torch."""
+"""The keys of an IA³ adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 

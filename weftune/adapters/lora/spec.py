@@ -1,4 +1,5 @@
-"""The adapter keys of a LoRA job, and LoRA's names and config in PEFT. This module does not import torch."""
+"""The keys of a LoRA adapter in a jobs file, and LoRA's names and config in PEFT. This module does not import
+torch."""
 
 from __future__ import annotations
 

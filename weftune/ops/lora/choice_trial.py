@@ -36,7 +36,8 @@ BUDGET = 60_000.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
 """Minimum and maximum number of timed rounds."""
 HEAD_START = 4_000_000
-"""Device cycles (a few milliseconds) for which the device sleeps while the host launches one round."""
+"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches one
+round."""
 
 
 def device_choices(device: torch.device) -> Choices:

@@ -125,8 +125,8 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask
-    applied."""
+    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask applied,
+    where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -161,8 +161,8 @@ def fused_y(
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask
-    applied."""
+    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask applied,
+    where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 

@@ -107,8 +107,9 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span. `frozen_TW` has just
-    these columns of xWᵀ. The scales are those of 8-bit operands."""
+    """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, with s = factor ·
+    drop(x)Aᵀ and the output scales g of the job. `frozen_TW` has just these columns of xWᵀ; `scale_T` and
+    `scale_N` are the scales of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
         s_TPR,
@@ -164,7 +165,8 @@ def db(
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
     """Compute dB. Add it to the accumulators, or write partial sums for jobs whose rows are split into
-    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds; dy is read only once."""
+    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of xAᵀ; dy is
+    read only once."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -250,8 +252,8 @@ def add_dx(
     call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
-    """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span.
-    `frozen_TW` has just these columns of dyW."""
+    """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span. ds is the
+    gradient of xAᵀ, and `frozen_TW` has just these columns of dyW."""
     launch = call.tiling.up
     kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
         ds_TPR,
@@ -271,8 +273,8 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB to the rows of y whose jobs have a rank that is too large for a fused product. Other rows are
-    left unchanged."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for a
+    fused product. Other rows are left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -290,8 +292,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write ds · A, with the dropout mask applied, to the rows of dx whose jobs have a rank that is too large
-    for a fused product. Other rows are left unchanged."""
+    """Write ds · A (ds is the gradient of xAᵀ), with the dropout mask applied, to the rows of dx whose jobs
+    have a rank that is too large for a fused product. Other rows are left unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,

@@ -21,8 +21,8 @@ from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 MIN_RANK = 16
 """Minimum number of ranks in a product of the kernels; smaller ranks are padded."""
 ONE_READ_RANKS = 64
-"""Maximum rank for which ds and dB are computed from one read of dy. With more ranks, the partial sums of ds
-are larger than dy."""
+"""Maximum rank for which dB and ds, the gradient of xAᵀ, are computed from one read of dy. With more ranks,
+the partial sums of ds are larger than dy."""
 TOGETHER_RANKS = 256
 """Maximum total rank of the parts that one program processes, limited by registers."""
 LARGE_SHARED_MEMORY = 160 << 10
@@ -33,8 +33,8 @@ there are about as many programs."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute sB and ds
-· A."""
+"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute the
+adapters' terms of y and dx."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
@@ -112,23 +112,25 @@ class Tiling:
     up: KernelLaunch
     """Launch parameters of the kernels `up` and `add_dx`."""
     ds: KernelLaunch
-    """Launch parameters of the kernel that computes ds without dB."""
+    """Launch parameters of the kernel that computes ds, the gradient of xAᵀ, without dB."""
     ds_db: KernelLaunch
     db: KernelLaunch
     """Launch parameters of the kernel that computes dB alone. Its programs are small enough to run
     concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch parameters of the kernel that writes sB of jobs with large ranks before a fused product."""
+    """Launch parameters of the kernel that writes the output of adapters with large ranks before a fused
+    product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     down_splits: int
-    """Number of programs over which the sum over the inputs is split when s is computed."""
+    """Number of programs over which the sum over the inputs is split when xAᵀ is computed."""
     ds_splits: int
-    """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
+    """Number of programs over which the sum over the outputs is split when ds, the gradient of xAᵀ, is
+    computed without dB."""
     reads_dy_once: bool
-    """Whether one kernel computes ds and dB from a single read of dy."""
+    """Whether one kernel computes dB and ds, the gradient of xAᵀ, from a single read of dy."""
 
 
 @dataclass(frozen=True, slots=True)

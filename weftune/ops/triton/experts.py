@@ -107,11 +107,9 @@ def expert_product(
     PRECISION: tl.constexpr,
 ):
     """Compute target [rows, N]: each row of lhs [rows, K] times the matrix of its expert, plus the adapters'
-    products.
-
-    Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB. Backward: rhs is W as
-    [experts · K, N], and the adapters add ds · A. If s is None, no adapters are added.
-    """
+    products. Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB with s = xAᵀ.
+    Backward: rhs is W as [experts · K, N], and the adapters add ds · A, where `s` holds ds, the gradient of
+    xAᵀ. If s is None, no adapters are added."""
     H: tl.constexpr = C // 2
     row_blocks = tl.load(used)
     column_blocks = tl.cdiv(N, C)

@@ -94,8 +94,8 @@ def up_shares(
     PRECISION: tl.constexpr,
 ):
     """Compute y = frozen + sB + bias + residual in SPAN columns of one site (an adapted linear), rounded
-    once. s is the sum of its shares times the factor of evaluation. `frozen` is xWᵀ in float32, which is
-    first multiplied by its scales if it has any."""
+    once. s = scale · xAᵀ is the sum of its shares (partial sums) times the scale. `frozen` is xWᵀ in float32,
+    which is first multiplied by its scales if it has any."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     tile = tl.program_id(1)

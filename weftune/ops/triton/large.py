@@ -66,8 +66,8 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB to a job's rows of y, in SPAN columns of one linear, if the job's rank exceeds what a fused
-    product supports."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to a job's rows of y, in SPAN columns of one linear, if the
+    job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -150,8 +150,8 @@ def large_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute SPAN columns of a job's rows of dx: the sum of ds · A with dropout masks over all linears where
-    the job's rank exceeds what a fused product supports."""
+    """Compute SPAN columns of a job's rows of dx: the sum of ds · A (ds is the gradient of xAᵀ) with dropout
+    masks over all linears where the job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

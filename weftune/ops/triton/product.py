@@ -102,8 +102,8 @@ def own_rank_product(
     DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s and a job's B or A, as `low_rank_product` does, for a job with at most OWN
-    ranks in the part (band of ranks of one linear)."""
+    """Return the product of s = xAᵀ (or its gradient) and a job's B (or A), as `low_rank_product` does, for a
+    job with at most OWN ranks in the part (band of ranks of one linear)."""
     r_R = tl.arange(0, OWN)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -149,11 +149,9 @@ def low_rank_product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s and a job's B (WHICH 1) or A (WHICH 0) of a part, which the caller adds to the
-    job's own rows. The result in other rows is undefined.
-
-    Small ranks have a separate code path if other jobs have much larger ones.
-    """
+    """Return the product of s = xAᵀ and a job's B (WHICH 1), or of the gradient of s and A (WHICH 0), in one
+    part, which the caller adds to the job's own rows. The result in other rows is undefined. Small ranks have
+    a separate code path if other jobs have much larger ones."""
     weight = matrix_pointer(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
         added_MH = own_rank_product(
@@ -258,11 +256,12 @@ def product(
     If jobs scale their outputs, the values before scaling, residual and bias are written to `unscaled`;
     blocks without rows of such jobs are left unchanged.
 
-    Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add ds · A,
-    with dropout masks applied, of all sites. `target` holds the products of large slots when the kernel
-    starts. `rhs` is stored as [K, N], or as [N, K] if TURNED. With 8-bit operands the sum is multiplied by
-    their scales. ROUGH is the number of 8-bit products that a tensor core may sum by itself (None means all);
-    it keeps only some 14 bits of such a sum.
+    Forward: the adapters add sB, with s = factor · drop(x)Aᵀ, of the site that the columns belong to.
+    Backward: the adapters add ds · A (ds is the gradient of xAᵀ), with dropout masks applied, of all sites.
+    `target` holds the products of large slots when the kernel starts. `rhs` is stored as [K, N], or as [N, K]
+    if TURNED. With 8-bit operands the sum is multiplied by their scales. ROUGH is the number of 8-bit
+    products that a tensor core may sum by itself (None means all); it keeps only some 14 bits of such a
+    sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS

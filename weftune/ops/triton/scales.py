@@ -72,9 +72,10 @@ def unscale(
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute du = dy ⊙ g for a piece (range of a job's rows), or copy dy if the job has no scales g. If
-    IN_PLACE, du is dy. The piece's part of the gradient of the trained vector, Σ dy · u · inverse, is added
-    to the accumulator if the job has no other piece, and written to `partial` otherwise."""
+    """Compute du = dy ⊙ g for a piece (range of a job's rows), the gradient of the unscaled values u, or copy
+    dy if the job has no scales g. If IN_PLACE, du is dy. The piece's part of the gradient of the trained
+    vector, Σ dy · u · inverse (DoRA's factor), is added to the accumulator if the job has no other piece, and
+    written to `partial` otherwise."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     piece = tl.program_id(1)
     start = tl.load(pieces + piece * 4)

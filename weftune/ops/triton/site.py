@@ -297,12 +297,12 @@ def up(
     PRECISION: tl.constexpr,
 ):
     """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site (an adapted linear), rounded
-    once. u is frozen + sB, before scaling.
+    once, with s = factor · drop(x)Aᵀ and the job's output scales g. u is frozen + sB, before scaling.
 
     `frozen` has the W columns of xWᵀ from column `begin` of y on, which is where block `first` begins. It
     should be float32, and may be y itself. If it has scales, it is multiplied by them first. Small terms are
-    added first: the last digit of a residual can be larger than the whole adapter output of a newly
-    initialised adapter.
+    added first: the last digit of a residual can be larger than the whole output of a newly initialised
+    adapter.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)

@@ -54,8 +54,8 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB and ds for a piece (range of a job's rows), as `ds_db` does, for a job with at most OWN
-    ranks. Only OWN ranks are multiplied; tensors keep the layout for R ranks."""
+    """Compute dB and ds (the gradient of xAᵀ) for a piece (range of a job's rows), as `ds_db` does, for a job
+    with at most OWN ranks. Only OWN ranks are multiplied; tensors keep the layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -120,8 +120,8 @@ def ds_db(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, from one
-    read of dy.
+    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, the
+    gradient of xAᵀ, from one read of dy.
 
     dB is accumulated transposed, columns by ranks, so that the tensor cores can read both products from the
     same copy of dy in shared memory for any rank. Small ranks have a separate code path if other jobs have
@@ -456,7 +456,8 @@ def dx_of_part(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return `sum_MC` plus ds · A of one part (a band of ranks of one linear)."""
+    """Return `sum_MC` plus ds · A of one part (a band of ranks of one linear), where ds is the gradient of
+    xAᵀ."""
     r_R = tl.arange(0, R)
     entry = part * S + slot
     ranks = tl.load(rank + entry)
@@ -494,8 +495,8 @@ def add_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dx = frozen + Σ over all sites of ds · A with dropout masks applied, rounded once. A site is an
-    adapted linear.
+    """Compute dx = frozen + Σ over all sites (adapted linears) of ds · A with dropout masks applied, rounded
+    once. ds is the gradient of xAᵀ.
 
     `frozen` has the W columns of dyW from column `begin` of dx on. It should be float32, and may be dx
     itself. If it has scales, its rows are multiplied by them.
