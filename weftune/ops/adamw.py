@@ -133,7 +133,7 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
         kernels.adamw.squares[(blocks, len(vectors))](
             _address_table([(vector,) for vector in vectors]),
             squares_JB,
-            EVEN=all(vector.numel() % 16 == 0 for vector in vectors),
+            SIZES_ALIGNED=all(vector.numel() % 16 == 0 for vector in vectors),
             BLOCK=BLOCK,
             num_warps=8,
         )
@@ -174,7 +174,7 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
             factors_J8,
             finite_JB,
             WEIGHT=dtypes[states[0].weights.dtype],
-            EVEN=all(size % 16 == 0 for size in sizes),
+            SIZES_ALIGNED=all(size % 16 == 0 for size in sizes),
             BLOCK=BLOCK,
             num_warps=8,
         )

@@ -262,7 +262,7 @@ def _run_kernel(
             z.shape[1],
             head.multiplier,
             head.softcap or 1.0,
-            CAPS=head.softcap is not None,
+            HAS_SOFTCAP=head.softcap is not None,
             GRADIENT=needs_gradient,
             BLOCK=4096,
             num_warps=8,

@@ -99,7 +99,7 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
     products.fused_dx(made.dy, weight, made.x, use)
     for launch in launches:
         assert [one.block_shape for one in launch.given[:2]] == [[128, 128], [launch.constants["C"], 128]]
-        assert launch.of("TURNED", "D", "ROUGH") == (True, 128, None)
+        assert launch.of("TRANSPOSED", "D", "PRODUCTS_PER_SUM") == (True, 128, None)
     assert [launch.given[7] is None for launch in launches] == [False, True], "scales of columns"
 
 

@@ -63,8 +63,8 @@ def test_a_fused_product_reads_its_operands_in_blocks_and_writes_half_a_block_at
     assert blocks_of(backward) == [[128, 32], [32, 128], None, [128, 64]]
     assert forward.given[19:] == (300, 264, 200)
     assert backward.given[19:] == (300, 200, 264)
-    assert forward.of("TURNED", "ROUGH") == (True, None)
-    assert backward.of("TURNED", "ROUGH") == (False, None)
+    assert forward.of("TRANSPOSED", "PRODUCTS_PER_SUM") == (True, None)
+    assert backward.of("TRANSPOSED", "PRODUCTS_PER_SUM") == (False, None)
     added = product(monkeypatch, ONE, backward=False, residual=True)
     assert blocks_of(added) == [[128, 32], [128, 32], [128, 64], [128, 64]]
     for one in (forward, backward):
@@ -101,7 +101,7 @@ def test_a_fused_product_is_told_the_columns_of_parts_only_where_there_are_sever
 def test_a_fused_product_draws_masks_in_the_backward_of_training(
     case, backward, training, drops, device, monkeypatch
 ):
-    assert product(monkeypatch, case, backward, training=training).constants["DROPS"] is drops
+    assert product(monkeypatch, case, backward, training=training).constants["HAS_DROPOUT"] is drops
 
 
 @pytest.fixture

@@ -210,14 +210,14 @@ def _fused_product(
         # For a single linear the width is a runtime argument, so that linears of all widths share the kernel.
         COLUMNS=() if backward or call.sites == 1 else call.columns,
         BACKWARD=backward,
-        TURNED=turned,
+        TRANSPOSED=turned,
         BANDS=call.bands,
         M=BLOCK,
         D=blocks.inner,
-        ROUGH=blocks.products_per_sum,
+        PRODUCTS_PER_SUM=blocks.products_per_sum,
         GROUP=blocks.group,
-        LARGE=call.has_large_ranks,
-        DROPS=backward and call.has_dropout,
+        HAS_LARGE_RANKS=call.has_large_ranks,
+        HAS_DROPOUT=backward and call.has_dropout,
         **call.constants(target, blocks),
     )
     return target

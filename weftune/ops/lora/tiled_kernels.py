@@ -63,10 +63,10 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         int(not call.training),
         rows,
         features,
-        TOGETHER=tiling.down.parts_per_program,
+        PARTS=tiling.down.parts_per_program,
         M=call.rows.tile,
         SPLIT=tiling.down_splits > 1,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(x_TK, tiling.down),
     )
     if tiling.down_splits > 1:
@@ -183,7 +183,7 @@ def db(
         COLUMNS=call.columns,
         BANDS=call.bands,
         M=launch.rows,
-        DS=partial_ds_CTR is not None,
+        COMPUTES_DS=partial_ds_CTR is not None,
         **call.constants(s_TPR, launch),
     )
 
@@ -237,9 +237,9 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) ->
         call.rows.pieces_Q4,
         *call.adapters,
         x_TK.shape[1],
-        TOGETHER=launch.parts_per_program,
+        PARTS=launch.parts_per_program,
         M=launch.rows,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(x_TK, launch),
     )
 
@@ -267,7 +267,7 @@ def add_dx(
         frozen_TW.shape[1],
         BANDS=call.bands,
         M=call.rows.tile,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 
@@ -304,7 +304,7 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
         BANDS=call.bands,
         M=BLOCK,
         SPAN=LARGE_SPAN,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 

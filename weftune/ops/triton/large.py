@@ -146,7 +146,7 @@ def large_dx(
     M: tl.constexpr,
     C: tl.constexpr,
     SPAN: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -183,7 +183,7 @@ def large_dx(
             dx_MC = tl.full((M, C), 0.0, tl.float32)
             for i in tl.static_range(SITES):
                 a_RC = load_weight_columns(weights[i], k_C, K, ranks[i], R)
-                if DROPS:
+                if HAS_DROPOUT:
                     part_MC = tl.dot(factors[i], a_RC, input_precision=PRECISION)
                     dx_MC += kept_values(
                         part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S, P
@@ -206,7 +206,7 @@ def large_dx(
                     a = matrix_pointer(address, part * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
                     a_RC = load_weight_columns(a, k_C, K, here, R)
                     part_MC = tl.dot(ds_MR, a_RC, part_MC, input_precision=PRECISION)
-                if DROPS:
+                if HAS_DROPOUT:
                     part_MC = kept_values(
                         part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S, P
                     )

@@ -68,7 +68,7 @@ def scale(
 
 @triton.jit
 def unscale(
-    dy, u, bias, du, partial, pieces, address, with_bias, N,
+    dy, u, bias, du, partial, pieces, address, scales_bias, N,
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +94,8 @@ def unscale(
     if scaled:
         g_C = scale_at(address, entry, n_C - origin, inside_C, dy.dtype.element_ty)
         if bias is not None:
-            scales_bias = tl.load(with_bias + entry) != 0
-            bias_C = tl.load(bias + n_C, mask=inside_C & scales_bias, other=0.0).to(tl.float32)
+            is_bias_scaled = tl.load(scales_bias + entry) != 0
+            bias_C = tl.load(bias + n_C, mask=inside_C & is_bias_scaled, other=0.0).to(tl.float32)
     sum_C = tl.full((C,), 0.0, tl.float32)
     for row in range(start, stop, M):
         row_M = (row + tl.arange(0, M)).to(tl.int64)

@@ -64,10 +64,10 @@ def keep_mask(row, column, threshold):
 
 
 @triton.jit
-def matrix_pointer(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of one job at one linear, from the table's
+def matrix_pointer(address, entry, MATRIX: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return the pointer to A (MATRIX 0), B (1), dA (2) or dB (3) of one job at one linear, from the table's
     entry."""
-    pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
+    pointer = tl.load(address + entry * 4 + MATRIX).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
 
 
@@ -85,20 +85,20 @@ def padded_rank_mask(r_R, rank):
 
 
 @triton.jit
-def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return the largest number of ranks that a job has in any of TOGETHER parts (bands of ranks of one
+def largest_rank(rank, first, slot, S: tl.constexpr, PARTS: tl.constexpr):
+    """Return the largest number of ranks that a job has in any of PARTS parts (bands of ranks of one
     linear)."""
     max_ranks = tl.load(rank + first * S + slot)
-    for i in tl.static_range(1, TOGETHER):
+    for i in tl.static_range(1, PARTS):
         max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))
     return max_ranks
 
 
 @triton.jit
-def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return whether a job uses dropout in any of TOGETHER parts (bands of ranks of one linear)."""
+def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, PARTS: tl.constexpr):
+    """Return whether a job uses dropout in any of PARTS parts (bands of ranks of one linear)."""
     highest = tl.load(threshold + first * S + slot)
-    for i in tl.static_range(1, TOGETHER):
+    for i in tl.static_range(1, PARTS):
         highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
     return highest > NEVER
 
