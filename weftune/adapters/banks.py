@@ -230,7 +230,7 @@ class Banks:
         ]
         # Sites that share their input have one scale for it, or none.
         shared = any(part and part.g_in for parts in found if len(parts) > 1 for part in parts)
-        return None if shared or _has_partial_lengths(groups, found) else found
+        return None if shared or _has_partial_norms(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
         """Return the groups of linears that an adapter changes. Create the missing banks of its kind
@@ -449,12 +449,12 @@ class Banks:
             self._compile_ahead(bound, (microbatch.rows, self.limits()))
         return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
 
-    def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
+    def _compile_ahead(self, bound: Pass, launch_key: Hashable) -> None:
         """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
-        `launches`."""
-        if launches in self._compiled_launches or not self.choices.can_compile:
+        `launch_key`."""
+        if launch_key in self._compiled_launches or not self.choices.can_compile:
             return
-        self._compiled_launches.add(launches)
+        self._compiled_launches.add(launch_key)
         found = (group.timing_trial(bound) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
@@ -481,7 +481,7 @@ class Banks:
                 )
         return h
 
-    def rows_in_head(self, segment: Segment) -> HeadRows | None:
+    def trained_head_rows(self, segment: Segment) -> HeadRows | None:
         """Return the trained embeddings of a segment's job if they replace rows of a tied head, else None."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
@@ -511,7 +511,7 @@ class Banks:
         return found
 
 
-def _has_partial_lengths(
+def _has_partial_norms(
     groups: Sequence[SiteGroup], tiled_parts: Sequence[Sequence[TiledPart | None]]
 ) -> bool:
     """Return whether an adapter divides by norms of weight rows (DoRA) at a linear of which this shard has

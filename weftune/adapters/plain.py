@@ -230,9 +230,9 @@ class PlainKind:
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
         outside = {
-            SHARED: spec.shapes_outside(sites),
-            **spec.shapes_in_embedding(sites),
-            **spec.shapes_in_head(sites),
+            SHARED: spec.shapes_outside_linears(sites),
+            **spec.embedding_row_shapes(sites),
+            **spec.scalar_head_shapes(sites),
         }
         found = [
             ParameterShape(site, name, shape, rate=self.rate(spec, name))

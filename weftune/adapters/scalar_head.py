@@ -51,7 +51,7 @@ def read_head(folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple
     tensors: Mapping[str, Tensor] = read_tensors(folder)
     if STORED_HEAD not in tensors:
         raise AdapterError(f"{folder} is damaged: its {CONFIG} names a head, and it has no {STORED_HEAD}")
-    value, (shape,) = tensors[STORED_HEAD], spec.shapes_in_head(sites)[SCORE].values()
+    value, (shape,) = tensors[STORED_HEAD], spec.scalar_head_shapes(sites)[SCORE].values()
     if value.shape != (1, *shape):
         raise AdapterError(
             f"{folder} does not fit: {STORED_HEAD} is {list(value.shape)}, and the base needs {[1, *shape]}"

@@ -148,27 +148,27 @@ class TargetSpec:
         """Whether a vector that maps the last hidden state of a sample to a scalar value is trained too."""
         return False
 
-    def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
+    def shapes_outside_linears(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of parameters that belong to no linear, such as virtual tokens, for a base or
         stage with the linears `sites`."""
         return {}
 
-    def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+    def embedding_row_shapes(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return the shapes of trained rows of the embedding: {path of the embedding: {name: shape}}."""
         path = embedding_path(sites) if self.trained_tokens else None
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
-    def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+    def scalar_head_shapes(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return the scalar head's shape, {module: {name: shape}}. Empty unless `sites` include the last
         layer."""
-        width = last_width(sites) if self.scalar_head else 0
+        width = last_hidden_width(sites) if self.scalar_head else 0
         return {SCORE: {HEAD: (width,)}} if width else {}
 
     def parameter_counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """Yield (module, number of trained values). The module is empty for values that belong to no single
         one."""
-        yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
-        for path, shapes in {**self.shapes_in_embedding(sites), **self.shapes_in_head(sites)}.items():
+        yield "", sum(map(math.prod, self.shapes_outside_linears(sites).values()))
+        for path, shapes in {**self.embedding_row_shapes(sites), **self.scalar_head_shapes(sites)}.items():
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
@@ -243,7 +243,7 @@ def embedding_width(sites: Sequence[SiteShape]) -> int:
     return _most_common_width(_first_layer(sites))
 
 
-def last_width(sites: Sequence[SiteShape]) -> int:
+def last_hidden_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the last hidden states: the input width of most linears of the last layer, or the
     output width of a projection after it (OPT). 0 if `sites` has no linear of the last layer."""
     width = _most_common_width(site for site in sites if site.in_last_layer)

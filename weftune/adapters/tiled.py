@@ -175,7 +175,7 @@ class TiledBank:
             self._drops,
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
-            has_row_lengths=self._lengths,
+            has_dora=self._lengths,
             computed_table=computed_table(count, self._slots, device) if self._computes else None,
         )
         for slot, parts in self._parts.values():

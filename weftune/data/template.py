@@ -78,7 +78,7 @@ class Template:
         self._special = json.dumps(
             {name: text for name, text in special_tokens.items() if isinstance(text, str)}
         )
-        self.prints_tools: bool = _template_facts(source, self._special)["prints_tools"]
+        self.prints_tools: bool = _fetch_template_properties(source, self._special)["prints_tools"]
 
     def render(
         self,
@@ -112,7 +112,7 @@ _REFUSED_TEMPLATES: dict[str, str] = {}
 
 
 @lru_cache(maxsize=8)
-def _template_facts(source: str, special_tokens: str) -> Any:
+def _fetch_template_properties(source: str, special_tokens: str) -> Any:
     return _run(template_properties, source, special_tokens)
 
 

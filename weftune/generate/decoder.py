@@ -88,7 +88,7 @@ class Generation:
         no later token attends to it."""
         return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
 
-    def rows(self) -> list[int]:
+    def uncached_tokens(self) -> list[int]:
         """Return the tokens at the positions that are not cached yet. Virtual tokens appear as token 0."""
         if self.tokens:
             return self.tokens[-1:]
@@ -303,7 +303,9 @@ class Decoder:
         if (ahead := self._prepared_step) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
-        return self._build_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
+        return self._build_rows(
+            batch, [one.uncached_tokens() for one in batch], [one.cached_positions for one in batch]
+        )
 
     def _build_next_step(self, batch: Sequence[Generation]) -> StepAhead:
         """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
@@ -371,7 +373,9 @@ class Decoder:
         start = 0
         for adapter, run in groupby(batch, key=lambda one: one.adapter):
             stop = start + len(list(run))
-            own = self._adapted.banks.rows_in_head(Segment(adapter or "", 0, start, stop, adapter=adapter))
+            own = self._adapted.banks.trained_head_rows(
+                Segment(adapter or "", 0, start, stop, adapter=adapter)
+            )
             if own is not None:
                 logits_BV[start:stop] = self._head.logits(h_BD[start:stop], own)
             start = stop
@@ -386,7 +390,9 @@ class Decoder:
             first = stop - len(generation.prompt)
             targets = to_device(torch.tensor(generation.prompt[1:]), h_TD.device)
             job = generation.adapter or ""
-            own = self._adapted.banks.rows_in_head(Segment(job, 0, first, stop, adapter=generation.adapter))
+            own = self._adapted.banks.trained_head_rows(
+                Segment(job, 0, first, stop, adapter=generation.adapter)
+            )
             logprobs, _ = target_logprobs(h_TD[first : stop - 1], targets, self._head, own)
             generation.prompt_logprobs = logprobs.tolist()
 

@@ -284,7 +284,7 @@ def sum_losses(
 ) -> dict[str, EvaluationSums]:
     """Return for each adapter the sums of losses and of correct predictions over all its samples. If
     `logprobs` is given, the log-probability of every sample is appended to its adapter's list."""
-    scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.rows_in_head)
+    scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.trained_head_rows)
     sums: dict[str, EvaluationSums] = {}
     for h_TD, laid in run_passes(answers, encoded, show_progress):
         if logprobs is not None:
@@ -341,7 +341,7 @@ def score_rewards(
 ) -> Iterator[AdapterScores]:
     """Yield for each reward model its loss on the pairs and the metrics that its training reports."""
     adapted = answers.adapted
-    scorer = Scorer(adapted.base.head(), adapted.banks.rows_in_head)
+    scorer = Scorer(adapted.base.head(), adapted.banks.trained_head_rows)
     for name in encoded:
         scorer.attach_head(adapted.banks, name)
     sides = (

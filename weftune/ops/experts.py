@@ -160,16 +160,16 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. Where `has_kernel` allows it, a single kernel
-    computes all experts."""
-    if has_kernel(w_EKN):
+    """Return each row of x times the matrix of its expert. Where `supports_grouped_mm` allows it, a single
+    kernel computes all experts."""
+    if supports_grouped_mm(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
     pairs = zip(x_SK.split(rows), w_EKN.unbind(), strict=True)
     return torch.cat([x_sK @ w_KN for x_sK, w_KN in pairs])
 
 
-def has_kernel(w_EKN: Tensor) -> bool:
+def supports_grouped_mm(w_EKN: Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices of experts. False for
     trained matrices, since it leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:

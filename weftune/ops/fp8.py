@@ -81,11 +81,11 @@ def multiply(
         return torch._scaled_mm(
             left_TM, codes_LM.T, scale_a=scale_T[:, None], scale_b=scale_L[None, :], out_dtype=dtype
         )
-    sum_TL = codes_in_float32(left_TM, codes_LM).mul_(scale_T[:, None])
+    sum_TL = unscaled_code_product(left_TM, codes_LM).mul_(scale_T[:, None])
     return (sum_TL if scale_L is None else sum_TL.mul_(scale_L)).to(dtype)
 
 
-def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
+def unscaled_code_product(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
     """Return left · codesᵀ in float32, before the scales are applied."""
     if not supports_library_product(codes_LM):
         return left_TM.float() @ codes_LM.float().T

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import accumulation_dtype
-from weftune.ops.dropout import STRIDE, mix_bits, to_odd, to_signed
+from weftune.ops.dropout import STRIDE, hash_bits, hash_to_odd, to_signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
@@ -56,8 +56,8 @@ def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
-    row, column = to_odd(row ^ to_signed(key)), to_odd(column * to_signed(STRIDE) ^ to_signed(key))
-    bits = mix_bits(row[:, None] * column) & (1 << BITS) - 1
+    row, column = hash_to_odd(row ^ to_signed(key)), hash_to_odd(column * to_signed(STRIDE) ^ to_signed(key))
+    bits = hash_bits(row[:, None] * column) & (1 << BITS) - 1
     return (bits.to(like.dtype) + 0.5) / (1 << BITS)
 
 

@@ -278,9 +278,9 @@ def range_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
 
 
-def range_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
+def range_counts(flags_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the exact number of True values in each of J consecutive ranges with the given lengths, [J]."""
-    stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
-    counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))
+    stops_J = to_device(torch.tensor(lengths).cumsum(0), flags_S.device)
+    counted = torch.nn.functional.pad(flags_S.cumsum(0), (1, 0))
     ends_J = counted.index_select(0, stops_J)
     return torch.diff(ends_J, prepend=ends_J.new_zeros(1))

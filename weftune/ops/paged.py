@@ -90,7 +90,7 @@ def _run_kernel(
     sums = torch.empty(sequences, heads, shares, width, dtype=torch.float32, device=q_BHD.device)
     norms = torch.empty(sequences, heads, shares, 2, dtype=torch.float32, device=q_BHD.device)
     out_BHD = torch.empty_like(q_BHD)
-    block = _power_of_two(width)
+    block = _next_power_of_two(width)
     with torch.cuda.device_of(q_BHD):
         kernels.paged.attend_share[(sequences, groups, shares)](
             q_BHD,
@@ -109,7 +109,7 @@ def _run_kernel(
             WIDTH=width,
             SHARES=shares,
             PAGE=page_rows,
-            R=max(16, _power_of_two(heads // groups)),
+            R=max(16, _next_power_of_two(heads // groups)),
             N=ROWS,
             D=max(16, block),
             HAS_WINDOW=window is not None,
@@ -124,12 +124,12 @@ def _run_kernel(
             out_BHD,
             WIDTH=width,
             SHARES=shares,
-            S=_power_of_two(shares),
+            S=_next_power_of_two(shares),
             D=max(16, block),
             num_warps=1,
         )
     return out_BHD
 
 
-def _power_of_two(value: int) -> int:
+def _next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()

@@ -48,7 +48,7 @@ class Prompt(PlainKind):
     def config(
         self, spec: PromptSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
     ) -> Any:
-        ((_, width),) = spec.shapes_outside(sites).values()
+        ((_, width),) = spec.shapes_outside_linears(sites).values()
         return peft_config(
             "PromptTuningConfig",
             base,

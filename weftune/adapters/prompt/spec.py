@@ -39,7 +39,7 @@ class PromptSpec(TargetSpec):
     def rows_before(self) -> int:
         return self.num_virtual_tokens
 
-    def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
+    def shapes_outside_linears(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
         """Return the shape of the virtual tokens, which are as wide as the embedding. Empty for a stage
         without layer 0."""
         width = embedding_width(sites)

@@ -461,7 +461,7 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
             f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "
             f"set {keys} as {source} has it"
         )
-    if source_adapter.shapes_outside(shape.sites) != adapter.shapes_outside(shape.sites):
+    if source_adapter.shapes_outside_linears(shape.sites) != adapter.shapes_outside_linears(shape.sites):
         return f"{source} has weights of other shapes; write adapter as {source} has it"
     if source_adapter.scalar_head and not adapter.scalar_head:
         return f"{source} trains a reward model, which only objective: reward continues; write that"

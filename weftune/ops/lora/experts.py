@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
-from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
+from weftune.ops.experts import ExpertSite, grouped_product, supports_grouped_mm
 from weftune.ops.fallback import rehearse_kernels
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, allocate_da, da, down, ds_db, up
@@ -160,7 +160,7 @@ def lora_experts(
             y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
         y_TD.backward(torch.zeros_like(y_TD))
 
-    shapes = [(site.weight_ENK.shape, site.group and site.group.launches) for site in sites]
+    shapes = [(site.weight_ENK.shape, site.group and site.group.launch_key) for site in sites]
     # Launch parameters depend on the number of tokens by its magnitude and its alignment only.
     tokens, active = experts_Tk.shape
     rows = tokens.bit_length(), tokens % 16 == 0, active
@@ -223,10 +223,10 @@ class ExpertLinears:
 
         (rows, inputs), outputs = left_SM.shape, self.weight_ENK.shape[2 if backward else 1]
         blocks = choose_product_blocks(rows, ((0, outputs),), left_SM.dtype, left_SM.device)
-        right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
+        right = [blocks.inner_size, blocks.columns] if backward else [blocks.columns, blocks.inner_size]
         target, call = left_SM.new_empty(rows, outputs), self.call
         kernels.experts.expert_product[(blocks.programs,)](
-            TensorDescriptor.from_tensor(left_SM, [BLOCK, blocks.inner]),
+            TensorDescriptor.from_tensor(left_SM, [BLOCK, blocks.inner_size]),
             TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
             target,
             s_SR,
@@ -242,7 +242,7 @@ class ExpertLinears:
             R=call.ranks if call else 1,
             M=BLOCK,
             C=blocks.columns,
-            D=blocks.inner,
+            D=blocks.inner_size,
             GROUP=blocks.group,
             ALIGNMENT=call.alignment(left_SM) if call else 1,
             PRECISION=precision(left_SM),
@@ -268,7 +268,7 @@ def best_plan(site: ExpertSite) -> ProductPlan:
 
 def multiplies_at_once(site: ExpertSite) -> bool:
     """Return whether a single kernel multiplies by the weights of all experts."""
-    return best_plan(site).is_fused or has_kernel(site.weight_ENK)
+    return best_plan(site).is_fused or supports_grouped_mm(site.weight_ENK)
 
 
 class _Experts(torch.autograd.Function):

@@ -238,7 +238,7 @@ class Group:
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single linear can have it."""
-    has_row_lengths: bool = False
+    has_dora: bool = False
     """Whether a job may use DoRA, whose output scales include the inverse row norms of W + scale · BA."""
     computed_table: AddressTable | None = None
     """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
@@ -248,10 +248,10 @@ class Group:
         return self.table.bands
 
     @property
-    def launches(self) -> tuple[object, ...]:
+    def launch_key(self) -> tuple[object, ...]:
         """Values for which kernels are compiled, such as the rank. Groups with equal values use the same
         compiled kernels."""
-        tables = self.g_out is None, self.g_in is None, self.has_row_lengths, self.computed_table is None
+        tables = self.g_out is None, self.g_in is None, self.has_dora, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.is_aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:

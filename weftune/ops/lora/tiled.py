@@ -113,7 +113,7 @@ def _rehearse_tiles(
         *(
             bias_N is None,
             residual_TN is None,
-            call.group.launches,
+            call.group.launch_key,
             call.slots,
             call.training,
             call.plan,
@@ -140,7 +140,7 @@ def _warm_up_few_rows(
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
-        *(bias_N is None, residual_TN is None, group.launches, slots, rows.tile),
+        *(bias_N is None, residual_TN is None, group.launch_key, slots, rows.tile),
     )
 
     def launch_kernels() -> None:
@@ -203,7 +203,7 @@ def forward(
         if group.g_in is not None:
             x_TK = scale_rows(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
         s_TPR = down(x_TK, call)
-        if group.has_row_lengths:
+        if group.has_dora:
             row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         outputs = len(x_TK), group.columns[-1][1]

@@ -29,13 +29,13 @@ with a large rank and end at once."""
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpan:
-    """A range of columns that consists of consecutive blocks: the index of the first block, the number of
-    blocks, and the columns `low` to `high`."""
+    """A range of columns, `first_column` to `end_column`, that consists of `block_count` consecutive blocks
+    from the block `first_block` on."""
 
-    first: int
-    blocks: int
-    low: int
-    high: int
+    first_block: int
+    block_count: int
+    first_column: int
+    end_column: int
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
@@ -111,7 +111,7 @@ def up(
     drop(x)Aᵀ and the output scales g of the job. `frozen_TW` has just these columns of xWᵀ; `scale_T` and
     `scale_N` are the scales of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
-    kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
+    kernels.site.up[(span.block_count, len(call.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
         scale_T,
@@ -124,8 +124,8 @@ def up(
         table.address_PS4,
         table.rank_PS,
         *call.output_scales,
-        span.first,
-        span.low,
+        span.first_block,
+        span.first_column,
         y_TN.shape[1],
         frozen_TW.shape[1],
         COLUMNS=call.columns,
@@ -255,14 +255,14 @@ def add_dx(
     """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span. ds is the
     gradient of xAᵀ, and `frozen_TW` has just these columns of dyW."""
     launch = call.tiling.up
-    kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
+    kernels.site_gradients.add_dx[(span.block_count, len(call.rows.tiles_G3))](
         ds_TPR,
         frozen_TW,
         scale_T,
         dx_TK,
         call.rows.tiles_G3,
         *call.adapters,
-        span.low,
+        span.first_column,
         dx_TK.shape[1],
         frozen_TW.shape[1],
         BANDS=call.bands,

@@ -94,7 +94,7 @@ class ProductBlocks:
     """The block size, compiler options and number of programs of a fused product."""
 
     columns: int
-    inner: int
+    inner_size: int
     stages: int
     programs: int
     group: int = 8
@@ -239,7 +239,7 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
     """Return launch parameters that fit the registers and the shared memory of the device."""
     count, device, half = len(rows.token_index_T), rows.buffer.device, dtype.itemsize == 2
     launches = _launches_for_16_bits(group, device) if half else _launches_for_32_bits(group)
-    if half and _is_crowded(rows, group, launches["ds_db"], device):
+    if half and _programs_share_multiprocessor(rows, group, launches["ds_db"], device):
         launches["ds_db"] = replace(launches["ds_db"], stages=2)
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
     programs = MASKING_PROGRAMS if group.has_dropout else PROGRAMS
@@ -261,7 +261,9 @@ def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
     return 1 << shares.bit_length() - 1
 
 
-def _is_crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
+def _programs_share_multiprocessor(
+    rows: Rows, group: Group, launch: KernelLaunch, device: torch.device
+) -> bool:
     """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > get_device_class(device).multiprocessors
@@ -311,10 +313,10 @@ def choose_product_blocks(
     programs = get_device_class(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
-    def time(width: int) -> int:
+    def estimated_time(width: int) -> int:
         return -(-_tile_count(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
 
-    return product_blocks(min(fitting, key=time), dtype, programs)
+    return product_blocks(min(fitting, key=estimated_time), dtype, programs)
 
 
 def _balanced_program_count(blocks: ProductBlocks, rows: int, outputs: int) -> int:
@@ -337,8 +339,10 @@ def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBl
 def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
     """Return the parameters for 8-bit operands with an inner dimension of `length`."""
     if length <= ROUGH_SUMS:
-        return replace(blocks, inner=CODED_INNER)
-    return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, products_per_sum=CODED_INNER)
+        return replace(blocks, inner_size=CODED_INNER)
+    return replace(
+        blocks, columns=FUSED_COLUMNS, inner_size=CODED_INNER, stages=4, products_per_sum=CODED_INNER
+    )
 
 
 def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, KernelLaunch]:

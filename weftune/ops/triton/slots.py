@@ -24,7 +24,7 @@ adapter's output."""
 
 @triton.jit
 def hash_bits(value):
-    """Return the 32-bit finaliser of MurmurHash3, as `ops.dropout.mix_bits` does in torch."""
+    """Return the 32-bit finaliser of MurmurHash3, as `ops.dropout.hash_bits` does in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)
