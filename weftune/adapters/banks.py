@@ -379,7 +379,7 @@ class Banks:
         """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
         rows of the jobs in `gathered_rows` are selected by index, not as a range. If `in_tiles`, linears run
         only within `bind_tile`."""
-        assert self._current.bound is None, "a pass is already bound"
+        assert self._current.active_pass is None, "a pass is already bound"
         own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         if route is Route.tiled and rows is None and not in_tiles:
@@ -395,12 +395,12 @@ class Banks:
     def bind_tile(self, rows: slice) -> Iterator[None]:
         """Within the context, let forwards compute only the rows `rows` of the bound pass, with their
         adapters."""
-        bound = self._current.bound
-        assert bound is not None, "no pass is bound"
+        active_pass = self._current.active_pass
+        assert active_pass is not None, "no pass is bound"
         if rows.start not in self._tiles:
-            part = bound.microbatch.part(rows)
-            own = self._rows(part) if bound.route is Route.tiled else None
-            self._tiles[rows.start] = self._make_pass(part, bound.route, bound.training, own)
+            part = active_pass.microbatch.part(rows)
+            own = self._rows(part) if active_pass.route is Route.tiled else None
+            self._tiles[rows.start] = self._make_pass(part, active_pass.route, active_pass.training, own)
         whole = self._current.replace(self._tiles[rows.start])
         try:
             yield
@@ -410,9 +410,9 @@ class Banks:
     @contextmanager
     def graph_only(self) -> Iterator[None]:
         """Within the context, let linears return arbitrary outputs where only their backward is needed."""
-        bound, untiled = self._current.bound, self._current.untiled_pass
-        assert bound is not None, "no pass is bound"
-        whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), untiled))
+        active_pass, untiled = self._current.active_pass, self._current.untiled_pass
+        assert active_pass is not None, "no pass is bound"
+        whole = self._current.replace(CurrentPass(replace(active_pass, graph_only=True), untiled))
         try:
             yield
         finally:
@@ -433,7 +433,7 @@ class Banks:
     ) -> CurrentPass:
         found = list(self._segments(microbatch))
         totals = {attached.adapter.job: attached.totals for _, attached in found}
-        bound = Pass(
+        active_pass = Pass(
             microbatch,
             route,
             training,
@@ -446,16 +446,16 @@ class Banks:
         )
         plain = tuple(segment for segment, attached in found if not attached.has_tiled_linears)
         if rows is not None and training:
-            self._compile_ahead(bound, (microbatch.rows, self.limits()))
-        return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
+            self._compile_ahead(active_pass, (microbatch.rows, self.limits()))
+        return CurrentPass(active_pass, replace(active_pass, microbatch=replace(microbatch, segments=plain)))
 
-    def _compile_ahead(self, bound: Pass, launch_key: Hashable) -> None:
+    def _compile_ahead(self, active_pass: Pass, launch_key: Hashable) -> None:
         """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
         `launch_key`."""
         if launch_key in self._compiled_launches or not self.choices.can_compile:
             return
         self._compiled_launches.add(launch_key)
-        found = (group.timing_trial(bound) for group in self._all_groups)
+        found = (group.timing_trial(active_pass) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -466,18 +466,18 @@ class Banks:
 
     def _embed_tokens(self, plain_forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
-        h, bound = plain_forward(tokens), self._current.bound
-        if bound is None:
+        h, active_pass = plain_forward(tokens), self._current.active_pass
+        if active_pass is None:
             return h
-        for segment, attached in self._segments(bound.microbatch):
+        for segment, attached in self._segments(active_pass.microbatch):
             # Rows that continue a sample, as in decoding, have no virtual tokens before them.
             if attached.rows_before is not None and segment.prefix_rows:
-                total = bound.totals[attached.adapter.job][SHARED, ROWS]
-                rows_ID = accumulate_gradient(attached.rows_before, total, bound.anchor)
-                h = insert_rows_before(h, rows_ID, bound.microbatch, segment)
+                total = active_pass.totals[attached.adapter.job][SHARED, ROWS]
+                rows_ID = accumulate_gradient(attached.rows_before, total, active_pass.anchor)
+                h = insert_rows_before(h, rows_ID, active_pass.microbatch, segment)
             if attached.tokens is not None and self._embedding is not None:
                 h = attached.tokens.replace_embeddings(
-                    h, bound.microbatch, segment, self._embedding, bound.anchor
+                    h, active_pass.microbatch, segment, self._embedding, active_pass.anchor
                 )
         return h
 
@@ -495,17 +495,17 @@ class Banks:
 
     def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return the prefix keys and values, in one layer, of each segment of the bound pass that has any."""
-        bound = self._current.bound
-        assert bound is not None, "keys before samples exist only in a bound pass"
+        active_pass = self._current.active_pass
+        assert active_pass is not None, "keys before samples exist only in a bound pass"
         found = []
-        for _, attached in self._segments(bound.microbatch):
+        for _, attached in self._segments(active_pass.microbatch):
             if attached.keys:
-                site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
+                site, totals = attached.prefix_sites[layer], active_pass.totals[attached.adapter.job]
                 keys = accumulate_gradient(
-                    attached.read_parameters[site, KEYS], totals[site, KEYS], bound.anchor
+                    attached.read_parameters[site, KEYS], totals[site, KEYS], active_pass.anchor
                 )
                 values = accumulate_gradient(
-                    attached.read_parameters[site, VALUES], totals[site, VALUES], bound.anchor
+                    attached.read_parameters[site, VALUES], totals[site, VALUES], active_pass.anchor
                 )
                 found.append((keys, values))
         return found

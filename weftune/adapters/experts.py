@@ -69,20 +69,20 @@ class ExpertBank:
     def _clear_tables(self) -> None:
         self._tables, self._adapter_indices = {}, {}
 
-    def has_expert_rows(self, bound: Pass) -> bool:
+    def has_expert_rows(self, active_pass: Pass) -> bool:
         """Return whether a job with adapters on these experts has rows in the pass."""
-        return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
+        return any(segment.adapter_job in self._slots_by_job for segment in active_pass.microbatch.segments)
 
-    def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
+    def parts(self, site: str, active_pass: Pass) -> Iterator[ExpertPart]:
         """Yield the adapter of each segment (range of a job's rows) at one stacked weight of the experts.
         Gradients are added to the jobs' accumulators."""
-        for segment in bound.microbatch.segments:
+        for segment in active_pass.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:
                 continue
-            totals = bound.totals[slot.adapter.job]
+            totals = active_pass.totals[slot.adapter.job]
             a_ErK, b_ErN = (
-                accumulate_gradient(slot.weights[site, name], totals[site, name], bound.anchor)
+                accumulate_gradient(slot.weights[site, name], totals[site, name], active_pass.anchor)
                 for name in (A, B)
             )
             yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, slot.adapter.spec.scale_at(site))

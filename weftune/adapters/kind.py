@@ -147,11 +147,13 @@ class SiteBank:
     def detach(self, job: str) -> None:
         del self._attached[job]
 
-    def segments(self, bound: Pass) -> list[Segment]:
+    def segments(self, active_pass: Pass) -> list[Segment]:
         """Return the segments (ranges of one job's rows) of the pass whose adapters are in this bank."""
-        return [segment for segment in bound.microbatch.segments if segment.adapter_job in self._attached]
+        return [
+            segment for segment in active_pass.microbatch.segments if segment.adapter_job in self._attached
+        ]
 
-    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+    def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
         """Return the changes that this bank's jobs make to the linear `site`, whose weights in the base are
         `frozen`."""
         raise NotImplementedError

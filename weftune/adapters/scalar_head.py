@@ -25,12 +25,12 @@ STORED_HEAD = f"base_model.model.{SCORE}.weight"
 """PEFT's name of the head, [1, D]."""
 
 
-def fill_head(new: NewAdapter) -> None:
+def fill_head(new_adapter: NewAdapter) -> None:
     """Draw the scalar head, if the adapter has one, from the normal distribution that transformers uses for
     it."""
-    if (head_D := new.parameters.get((SCORE, HEAD))) is not None:
-        fill_normal(head_D, new.key(SCORE, HEAD))
-        head_D.mul_(new.weight_at(SCORE).to(head_D))
+    if (head_D := new_adapter.parameters.get((SCORE, HEAD))) is not None:
+        fill_normal(head_D, new_adapter.key(SCORE, HEAD))
+        head_D.mul_(new_adapter.weight_at(SCORE).to(head_D))
 
 
 def stored_head(parameters: Parameters) -> dict[str, Tensor]:

@@ -76,12 +76,12 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
     return None
 
 
-def fill_tokens(new: NewAdapter) -> None:
+def fill_tokens(new_adapter: NewAdapter) -> None:
     """Initialise trained token rows with the base's embeddings."""
-    ids = new.adapter.spec.trained_tokens
-    for (site, name), value in new.parameters.items():
+    ids = new_adapter.adapter.spec.trained_tokens
+    for (site, name), value in new_adapter.parameters.items():
         if name == TOKENS:
-            weight_VD = new.weight_at(site)
+            weight_VD = new_adapter.weight_at(site)
             value.copy_(weight_VD[torch.tensor(ids, device=weight_VD.device)])
 
 

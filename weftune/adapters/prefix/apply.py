@@ -32,9 +32,9 @@ class PrefixTuning(PlainKind):
     def gathers(self, spec: PrefixSpec) -> bool:
         return True
 
-    def start(self, new: NewAdapter) -> None:
-        for (site, name), value in new.parameters.items():
-            fill_normal(value, new.key(site, name))
+    def start(self, new_adapter: NewAdapter) -> None:
+        for (site, name), value in new_adapter.parameters.items():
+            fill_normal(value, new_adapter.key(site, name))
 
     def config(
         self, spec: PrefixSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
