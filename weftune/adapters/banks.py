@@ -77,7 +77,7 @@ class AttachedJob:
     """The rows of the embedding that the job trains. None if it trains none."""
 
     @property
-    def keys(self) -> int:
+    def prefix_keys(self) -> int:
         """Number of prefix keys that the job inserts before every sample in every layer."""
         return (
             len(self.read_parameters[next(iter(self.prefix_sites.values())), KEYS])
@@ -334,12 +334,12 @@ class Banks:
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows a CUDA graph selects by index. Each has one segment, from its first row
         to its last."""
-        found: dict[str, tuple[Segment, AttachedJob]] = {}
+        segments_by_job: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
             if not attached.is_tiled:
-                first, _ = found.get(segment.job, (segment, attached))
-                found[segment.job] = replace(first, stop=segment.stop), attached
-        return list(found.values())
+                first, _ = segments_by_job.get(segment.job, (segment, attached))
+                segments_by_job[segment.job] = replace(first, stop=segment.stop), attached
+        return list(segments_by_job.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
         """Yield each segment (range of one job's rows) that an adapter changes, with the attached job of that
@@ -357,14 +357,14 @@ class Banks:
         pass."""
         for bank in self._tiled_banks():
             bank.send_tables()
-        seats: list[SlotRows] = []
+        slot_ranges: list[SlotRows] = []
         for segment, attached in self._segments(microbatch):
             key = step_key(attached.adapter.seed, segment.step)
-            if seats and (seats[-1].slot, seats[-1].stop) == (attached.slot, segment.start):
-                seats[-1] = replace(seats[-1], stop=segment.stop)
+            if slot_ranges and (slot_ranges[-1].slot, slot_ranges[-1].stop) == (attached.slot, segment.start):
+                slot_ranges[-1] = replace(slot_ranges[-1], stop=segment.stop)
             else:
-                seats.append(SlotRows(segment.start, segment.stop, attached.slot, key))
-        return seats
+                slot_ranges.append(SlotRows(segment.start, segment.stop, attached.slot, key))
+        return slot_ranges
 
     @contextmanager
     def bind(
@@ -491,15 +491,19 @@ class Banks:
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """Return the segments (ranges of rows) whose jobs have prefix keys and values, each with the number
         of keys."""
-        return [(segment, attached.keys) for segment, attached in self._segments(microbatch) if attached.keys]
+        return [
+            (segment, attached.prefix_keys)
+            for segment, attached in self._segments(microbatch)
+            if attached.prefix_keys
+        ]
 
-    def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def read_prefix_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return the prefix keys and values, in one layer, of each segment of the bound pass that has any."""
         active_pass = self._current.active_pass
         assert active_pass is not None, "keys before samples exist only in a bound pass"
         found = []
         for _, attached in self._segments(active_pass.microbatch):
-            if attached.keys:
+            if attached.prefix_keys:
                 site, totals = attached.prefix_sites[layer], active_pass.totals[attached.adapter.job]
                 keys = accumulate_gradient(
                     attached.read_parameters[site, KEYS], totals[site, KEYS], active_pass.anchor

@@ -245,11 +245,11 @@ class ExpertGroup:
 def _row_owners(
     microbatch: Microbatch, rows: int, device: torch.device
 ) -> tuple[Tensor, tuple[str | None, ...]]:
-    jobs: dict[str | None, int] = {None: 0}
+    index_by_job: dict[str | None, int] = {None: 0}
     owner_T = torch.zeros(rows, dtype=torch.int32)
     for segment in microbatch.segments:
-        owner_T[segment.rows] = jobs.setdefault(segment.adapter_job, len(jobs))
-    return to_device(owner_T, device), tuple(jobs)
+        owner_T[segment.rows] = index_by_job.setdefault(segment.adapter_job, len(index_by_job))
+    return to_device(owner_T, device), tuple(index_by_job)
 
 
 def expert_groups(
@@ -270,12 +270,12 @@ def site_groups(
     """Return a dict from the name of each linear to its group: one of `groups`, or the linear alone."""
     shapes = {site.name: site for site in sites if not site.experts}
     grouped = {name for names in groups for name in names}
-    found: dict[str, SiteGroup] = {}
+    group_by_site: dict[str, SiteGroup] = {}
     for names in (*map(tuple, groups), *((name,) for name in shapes if name not in grouped)):
         frozen = _stack_weights([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
         group = SiteGroup(tuple(shapes[name] for name in names), frozen, current_pass)
-        found |= dict.fromkeys(names, group)
-    return found
+        group_by_site |= dict.fromkeys(names, group)
+    return group_by_site
 
 
 def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:

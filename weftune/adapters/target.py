@@ -67,9 +67,9 @@ class TargetSpec:
     """PEFT's name for the kind. None if PEFT does not have it."""
     is_mergeable: ClassVar[bool] = True
     """Whether adapters of the kind can be merged into the weights of a base."""
-    dense: ClassVar[bool] = False
+    is_dense: ClassVar[bool] = False
     """Whether an adapter has at least as many parameters as its target modules have weights."""
-    served: ClassVar[bool] = False
+    is_served: ClassVar[bool] = False
     """Whether vLLM loads the adapter files of the kind."""
     runs_on_shards: ClassVar[bool] = False
     """Whether the kind supports layers that are divided into shards. Its parameters at a linear are then
@@ -213,7 +213,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
         return frozenset({layers})
     if not isinstance(layers, str):
         return frozenset(layers)
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in layers.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if bounds is None:
@@ -223,8 +223,8 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
             raise ValueError(f"{part.strip()!r} ends before it begins")
         if high >= MAX_LAYERS:
             raise ValueError(f"{part.strip()!r} goes beyond the layers of any base")
-        found |= set(range(low, high + 1))
-    return frozenset(found)
+        numbers |= set(range(low, high + 1))
+    return frozenset(numbers)
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:

@@ -185,17 +185,17 @@ def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tupl
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     placeholders: dict[str, str] = {}
-    chosen: dict[str, str] = {}
+    character_by_token: dict[str, str] = {}
 
     def replace_match(match: re.Match[str]) -> str:
         found = match.group()
-        if found not in chosen:
+        if found not in character_by_token:
             character = next(free, None)
             if character is None:
                 raise BadRow("the row holds control tokens and every private-use character")
-            chosen[found] = character
+            character_by_token[found] = character
             placeholders[character] = found
-        return chosen[found]
+        return character_by_token[found]
 
     def replace_nested(nested: Any) -> Any:
         if isinstance(nested, str):

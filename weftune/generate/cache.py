@@ -70,17 +70,19 @@ class PagePool:
     def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
         """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
         those pages that already hold the keys and values. Return None if there are not enough pages."""
-        known: list[int] = []
+        shared_pages: list[int] = []
         for key in keys:
             if (page := self._page_by_key.get(key)) is None:
                 break
-            known.append(page)
-        if count - len(known) > self.available_pages - sum(page in self._unused_pages for page in known):
+            shared_pages.append(page)
+        if count - len(shared_pages) > self.available_pages - sum(
+            page in self._unused_pages for page in shared_pages
+        ):
             return None
-        for page in known:
+        for page in shared_pages:
             self._unused_pages.pop(page, None)
             self._users[page] += 1
-        return known + [self._take_page() for _ in range(count - len(known))], len(known)
+        return shared_pages + [self._take_page() for _ in range(count - len(shared_pages))], len(shared_pages)
 
     def publish_page(self, page: int, key: PageKey) -> None:
         """Register a page whose rows have been computed under `key`, so that later sequences can share it."""

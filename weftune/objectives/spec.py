@@ -52,9 +52,9 @@ class ObjectiveSpec:
     """Default learning rate of jobs with this objective."""
     row_kind: ClassVar[RowKind] = "pairs"
     """Kind of dataset rows that the objective requires, such as preference pairs."""
-    prompts: ClassVar[bool] = False
+    supervises_prompts: ClassVar[bool] = False
     """Whether the prompt tokens of chosen samples are supervised in addition to their answers."""
-    reference: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
     """Whether the objective needs the log-probabilities of a reference policy."""
     scalar_head: ClassVar[bool] = False
     """Whether the objective trains a scalar head in addition to the adapter."""
@@ -96,7 +96,7 @@ class DpoSpec(ObjectiveSpec):
     """Direct preference optimisation against a reference policy."""
 
     implementation: ClassVar[str] = "weftune.objectives.dpo:Dpo"
-    reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
 
     kind: Literal["dpo"] = "dpo"
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -138,7 +138,7 @@ class OrpoSpec(ObjectiveSpec):
     a penalty on the odds of rejected answers."""
 
     implementation: ClassVar[str] = "weftune.objectives.orpo:Orpo"
-    prompts: ClassVar[bool] = True
+    supervises_prompts: ClassVar[bool] = True
 
     kind: Literal["orpo"] = "orpo"
     beta: Annotated[float, BETA] = 0.1
@@ -151,7 +151,7 @@ class KtoSpec(ObjectiveSpec):
 
     implementation: ClassVar[str] = "weftune.objectives.kto:Kto"
     row_kind: ClassVar[RowKind] = "labelled"
-    reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = KTO_METRICS
 
     kind: Literal["kto"] = "kto"

@@ -39,8 +39,10 @@ def paged_attention(
     same_width = keys_CGD.shape == values_CGD.shape
     if not same_width or not kernels_available(q_BHD):
         return _run_torch(*arguments)
-    found: Tensor = run_with_fallback("paged attention", q_BHD.device, _run_kernel, _run_torch, *arguments)
-    return found
+    attention_BHD: Tensor = run_with_fallback(
+        "paged attention", q_BHD.device, _run_kernel, _run_torch, *arguments
+    )
+    return attention_BHD
 
 
 def _run_torch(

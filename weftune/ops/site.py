@@ -137,8 +137,8 @@ def change_rows(
 
     Only the changed rows are copied for the backward, which recomputes f.
     """
-    changed: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
-    return changed
+    changed_TN: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
+    return changed_TN
 
 
 class _Changed(torch.autograd.Function):

@@ -18,7 +18,7 @@ class DoraSpec(LoraSpec):
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
     runs_on_shards: ClassVar[bool] = True
-    served: ClassVar[bool] = False
+    is_served: ClassVar[bool] = False
 
     kind: Literal["dora"] = "dora"  # type: ignore[assignment]
 

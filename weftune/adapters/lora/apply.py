@@ -94,11 +94,11 @@ def draw_lora(new_adapter: NewAdapter) -> None:
     """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
     if zeros := [value for (_, name), value in new_adapter.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
-    alike: dict[tuple[int, ...], list[str]] = {}
+    sites_by_shape: dict[tuple[int, ...], list[str]] = {}
     for (site, name), value in new_adapter.parameters.items():
         if name == A:
-            alike.setdefault(tuple(value.shape), []).append(site)
-    for shape, names in alike.items():
+            sites_by_shape.setdefault(tuple(value.shape), []).append(site)
+    for shape, names in sites_by_shape.items():
         values = [new_adapter.parameters[site, A] for site in names]
         keys = [new_adapter.key(site, A) for site in names]
         fill_uniform_batch(values, keys, bound=shape[-1] ** -0.5, draw_device=new_adapter.draw_device)
@@ -128,10 +128,12 @@ class Lora(PlainKind):
 
     def read_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         experts = {site.name: site.experts for site in sites}
-        found: dict[tuple[str, str], Tensor] = {}
+        parameters: dict[tuple[str, str], Tensor] = {}
         for site, (a, b) in read_start(spec, sites).items():
-            found[site, A], found[site, B] = stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
-        return found | read_token_and_head_tensors(spec, sites)
+            parameters[site, A], parameters[site, B] = (
+                stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
+            )
+        return parameters | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str

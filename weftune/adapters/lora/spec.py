@@ -51,7 +51,7 @@ class LoraSpec(TargetSpec):
     implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "LORA"
-    served: ClassVar[bool] = True
+    is_served: ClassVar[bool] = True
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, SIZE] = 16

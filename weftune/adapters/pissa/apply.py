@@ -70,12 +70,12 @@ class Pissa(PlainKind):
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the parameters A, A₀, B and B₀ from the LoRA adapter of rank 2r in the folder
         `init_from`."""
-        found: dict[tuple[str, str], Tensor] = {}
+        parameters: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.as_lora(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
-            found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
-            found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
-        return found | read_token_and_head_tensors(spec, sites)
+            parameters |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
+            parameters |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
+        return parameters | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str

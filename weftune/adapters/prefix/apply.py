@@ -1,7 +1,7 @@
 """Prefix tuning: trained keys and values before every sample in every layer, as in PEFT without a projection.
 
-`Banks.read_keys` returns them, and `base.attention` attends to them. Shapes: P virtual tokens, N width of all
-key heads.
+`Banks.read_prefix_keys` returns them, and `base.attention` attends to them. Shapes: P virtual tokens, N width
+of all key heads.
 """
 
 from __future__ import annotations

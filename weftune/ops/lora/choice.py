@@ -202,17 +202,17 @@ class Choices:
         known = file.read().get(trial.key)
         if known is not None and known.plan in trial.plans:
             return known.plan
-        times: Mapping[ProductPlan, float] | None = None
+        plan_times: Mapping[ProductPlan, float] | None = None
         with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
-            times = self._measure(trial)
-        if times is None:
+            plan_times = self._measure(trial)
+        if plan_times is None:
             # Another process may have more memory, so nothing is written to the file.
             torch.cuda.empty_cache()
             return trial.plans[0]
-        if not times:
+        if not plan_times:
             # The kernels of these plans do not run on this device. `torch.mm` runs on all devices.
             return ProductPlan.wide
-        return file.add(trial.key, MeasuredPlan(fastest_plan(times), times), trial.plans).plan
+        return file.add(trial.key, MeasuredPlan(fastest_plan(plan_times), plan_times), trial.plans).plan
 
 
 def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:

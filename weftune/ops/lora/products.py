@@ -141,10 +141,10 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
     return dx_TK
 
 
-def column_spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield groups of consecutive
-    blocks (spans), as few as `SPAN_BYTES` allows for temporary products."""
-    edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
+def column_spans(column_ranges: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
+    """Split each of `column_ranges` into blocks of `columns` columns, and yield groups of consecutive blocks
+    (spans), as few as `SPAN_BYTES` allows for temporary products."""
+    edges = [(at, min(at + columns, high)) for low, high in column_ranges for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
     for turn in range(count):
