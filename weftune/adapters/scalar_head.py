@@ -22,7 +22,7 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED_HEAD = f"base_model.model.{SCORE}.weight"
-"""PEFT's name of the head, [1, D]."""
+"""Name of the scalar head, a tensor [1, D], in PEFT's adapter files."""
 
 
 def fill_head(new_adapter: NewAdapter) -> None:

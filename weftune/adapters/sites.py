@@ -50,8 +50,8 @@ class CurrentPass:
     """Copy of `active_pass` with only the segments of jobs whose adapters the tiled kernels do not
     compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """For each row of the pass, the index of its job; and the jobs by this index. Computed when the first
-    layer with experts needs them."""
+    """Index of the job of each row of the pass, and the jobs by this index. None until the first layer with
+    experts needs them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
@@ -79,8 +79,8 @@ class SiteGroup:
     """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
     def timing_trial(self, active_pass: Pass) -> PlanTrial | None:
-        """Return the trial that measures which kernels are fastest for the linear. None unless kernels
-        compute the whole linear."""
+        """Return the trial that measures which kernels are fastest for the group's linears. None unless the
+        tiled kernels compute an adapter of the group and need a trial."""
         return (
             None
             if self.tiled is None
@@ -238,7 +238,7 @@ class ExpertGroup:
         return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
 
     def _is_gated(self) -> bool:
-        """Whether the kernels support the experts' activation."""
+        """Return whether the kernels support the experts' activation, which must be SwiGLU."""
         return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 

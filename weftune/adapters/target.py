@@ -165,8 +165,8 @@ class TargetSpec:
         return {SCORE: {HEAD: (width,)}} if width else {}
 
     def parameter_counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
-        """Yield (module, number of trained values). The module is empty for values that belong to no single
-        one."""
+        """Yield (module path, number of trained values) for every module with trained values. The path is
+        empty for values that belong to no single module."""
         yield "", sum(map(math.prod, self.shapes_outside_linears(sites).values()))
         for path, shapes in {**self.embedding_row_shapes(sites), **self.scalar_head_shapes(sites)}.items():
             yield path, sum(map(math.prod, shapes.values()))
@@ -191,7 +191,8 @@ class TargetSpec:
         return 0
 
     def rank_at(self, name: str) -> int:
-        """Return the rank of the adapter at a linear, or 0. The time of the adapter is estimated from it."""
+        """Return the rank of the adapter at a linear, from which its time is estimated. 0 for kinds without a
+        rank."""
         return 0
 
 

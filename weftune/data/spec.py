@@ -52,7 +52,7 @@ class DataSpec:
     skip_bad_rows: bool = False
 
     def max_sample_tokens(self, context: int | None) -> int:
-        """Return the maximum number of tokens per sample on a base with this context."""
+        """Return the maximum number of tokens per sample on a base with the context length `context`."""
         longest = DEFAULT_MAX_LENGTH if self.max_length is None else self.max_length
         return longest if context is None else min(longest, context)
 

@@ -35,7 +35,7 @@ RecurrentStates = dict[int, tuple[Tensor, Tensor]]
 
 def page_keys(adapter: str | None, weights_version: Hashable, tokens: Sequence[int]) -> list[PageKey]:
     """Return the key of every full page of a sequence that begins with these tokens. Two keys are equal only
-    if the adapter, the version of its `weights_version` and all tokens up to the page's end are equal."""
+    if the adapter, the version of its weights and all tokens up to the page's end are equal."""
     digest = hashlib.blake2b(repr((adapter, weights_version)).encode(), digest_size=16).digest()
     keys = []
     for end in range(PAGE_ROWS, len(tokens) + 1, PAGE_ROWS):

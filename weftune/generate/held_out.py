@@ -24,7 +24,7 @@ from weftune.jobs.spec.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompts:
-    """The prompts of one job, which are the same at every evaluation."""
+    """The held-out prompts that one job answers at every evaluation, and the metric of the answers."""
 
     rows: tuple[AnsweredRow, ...]
     """Rows of the data that have a prompt, without answers of the job."""

@@ -64,12 +64,12 @@ class Routes:
 
     experts_S: Tensor
     stops_E: Tensor
-    """Index after the last row of each expert among the sorted choices."""
+    """Index after the last row of each expert among the rows sorted by expert."""
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
-    number."""
+    """Maps each position in the order by expert to the index of a choice (a pair of a token and one of its k
+    experts), which is k times the token plus the number of the expert among the token's."""
     sorted_index_Tk: Tensor
-    """Maps each choice to its position in the sorted order."""
+    """Maps each choice (a pair of a token and one of its experts) to its position in the order by expert."""
 
     @classmethod
     def from_choices(cls, experts_Tk: Tensor, count: int) -> Routes:
@@ -79,11 +79,12 @@ class Routes:
         return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(experts_Tk.shape))
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
+        order by expert, [S, D]."""
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the positions in the sorted order of a job's choices (pairs of a token and one of its
+        """Return the positions, in the order by expert, of a job's choices (pairs of a token and one of its
         experts), and for each expert the number of the job's choices up to and including that expert, [E]."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values

@@ -24,7 +24,7 @@ LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
 """Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, also after any optimizer step."""
 BITS = 23
-"""Number of random bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
+"""Number of bits of the random integer n in a uniform number (n + ½) / 2²³, which is exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Pissa(PlainKind):
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write a LoRA adapter of rank 2r for the unchanged base."""
+        """Write the adapter as a LoRA adapter of twice the rank for the unchanged base."""
         weights = {
             site: (
                 torch.cat([value, parameters[site, FIRST_A]]),

@@ -124,9 +124,10 @@ class Choices:
         compile: Compile | None = None,
         is_pinned: bool = False,
     ) -> None:
-        """`measure` runs a trial, and `compile` compiles the kernels of a plan. `file` caches the measured
-        plans. None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
-        If `is_pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
+        """Create the choice of product plans on one device. `measure` runs a trial, and `compile` compiles
+        the kernels of a plan. `file` caches the measured plans; None disables trials, as for Triton's
+        interpreter on a CPU, whose times do not apply to a GPU. If `is_pinned`, the first allowed plan is
+        used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing

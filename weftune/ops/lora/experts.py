@@ -50,10 +50,10 @@ class SortedChoices:
     their assignment to kernel programs."""
 
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
-    number."""
+    """Maps each position in the order by expert to the index of a choice (a pair of a token and one of its k
+    experts), which is k times the token plus the number of the expert among the token's."""
     sorted_index_Tk: Tensor
-    """Maps each choice to its position in the sorted order."""
+    """Maps each choice (a pair of a token and one of its experts) to its position in the order by expert."""
     stops_E: Tensor
     blocks_G5: Tensor
     """(start, stop, expert, first run, index after the last run) of each block of at most BLOCK rows of one
@@ -65,7 +65,8 @@ class SortedChoices:
     single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
+        order by expert, [S, D]."""
         return x_TD.index_select(0, self.order_S // self.sorted_index_Tk.shape[1])
 
 

@@ -67,7 +67,7 @@ class LowRank:
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
-        """Offsets in bytes from one band to the next in A, B, dA and dB."""
+        """Offsets in bytes from one band of ranks to the next in A, B, dA and dB."""
         return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 

@@ -50,7 +50,7 @@ def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
     """Return the trial that measures the fastest product plan for `lora_linear` with these arguments. None
-    for weights that are dequantised at each use, which have no trial."""
+    for weights that are dequantised at each use, whose plan is not measured."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _stored_tensor(weight)
@@ -248,8 +248,8 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
-    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, so
-    dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
+    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, the
+    gradient of xAᵀ, so dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
     product = fused_dx if call.plan.is_fused else wide_dx
     if not needs_dx or not call.plan.uses_side_stream:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)

@@ -165,7 +165,8 @@ def sum_shares(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return factor · the sum of the shares (partial sums) of one part. It is 0 in ranks above the job's."""
+    """Return the sum of the shares (partial sums) of one part (a band of ranks of one linear), times the
+    factor. It is 0 in ranks above the job's."""
     r_R = tl.arange(0, R)
     s_MR = tl.full((M, R), 0.0, tl.float32)
     for share in tl.static_range(SPLITS):

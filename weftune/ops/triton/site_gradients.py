@@ -411,11 +411,12 @@ def da(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA in C columns for a piece (range of a job's rows) and PARTS parts, with x read once.
+    """Compute dA in C columns for a piece (range of a job's rows) and PARTS parts (bands of ranks of one
+    linear), with x read once.
 
-    The tile of x is transposed, columns by rows, so that the tensor cores accept it for any rank. Values in
-    ds beyond a job's ranks only affect columns of the sum that are not stored. Masks are drawn only for jobs
-    with dropout.
+    The tile of x is transposed, columns by rows, so that the tensor cores accept it for any rank. Values
+    beyond a job's ranks in ds, the gradient of xAᵀ, only affect columns of the sum that are not stored. Masks
+    are drawn only for jobs with dropout.
     """
     first = tl.program_id(2) * PARTS
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
