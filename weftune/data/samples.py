@@ -282,8 +282,8 @@ class SampleOrder:
 
 
 def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return, for each weight with a fractional part, its samples in random order, and the number of them
-    that each epoch shows because of this part."""
+    """Return, for each sample weight with a fractional part, the indices of its samples in random order, and
+    the number of them that each epoch shows because of the fractional part."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))

@@ -98,8 +98,8 @@ class Template:
     def render_chats(
         self, chats: Sequence[Chat], end_strings: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Render each chat to its samples, or return a BadRow. Without `end_strings`, all text is
-        supervised."""
+        """Render each chat. Return its samples, or a BadRow with the reason why it is unusable. Without
+        `end_strings`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), end_strings) if chats else []
         return [
             bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))

@@ -21,7 +21,7 @@ VALUES = 1 << 14
 """Number of values that a program of the kernel `row_codes` converts, 64 per thread. A row with more values
 is converted by a single program, too."""
 MULTIPLE = 16
-"""`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
+"""Number of which both dimensions of the weight must be multiples in `torch._scaled_mm`."""
 
 
 def row_codes(

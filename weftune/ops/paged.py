@@ -13,7 +13,7 @@ from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 ROWS = 64
-"""Cached rows that a program reads at a time."""
+"""Number of cached rows that a program reads at a time."""
 PROGRAMS = 512
 """Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a key head, the rows of
 each sequence are split among several programs."""

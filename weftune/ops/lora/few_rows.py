@@ -29,7 +29,7 @@ FEW_ROWS = 256
 """Maximum number of rows in a pass without gradients for which the adapters are computed by the kernels of
 this module, and the frozen product by torch."""
 TILE_ROWS = 16
-"""Rows per program in a decode step: the minimum that tensor cores can multiply."""
+"""Number of rows per program in a decode step: the minimum that tensor cores can multiply."""
 SHARE_INPUTS = 512
 """Number of inputs over which one share (partial sum) is computed. It grows where there would be more than
 MAX_SHARES shares."""

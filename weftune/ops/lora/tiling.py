@@ -41,7 +41,7 @@ BESIDE_COLUMNS = 32
 """Fixed cost of one wave of programs of a fused product, as the number of columns per program that take the
 same time."""
 FUSED_COLUMNS = 128
-"""A fused product requires every linear to start at a multiple of this number of columns."""
+"""Number of columns of which the first column of every linear must be a multiple for a fused product."""
 CODED_INNER = 128
 """Size of a fused product's blocks along the inner dimension, for 8-bit operands."""
 ROUGH_SUMS = 1 << 15
