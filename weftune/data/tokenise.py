@@ -257,10 +257,10 @@ def _unmasked_sample(tokens: NDArray[np.int32]) -> Sample:
     return Sample(tokens, np.ones(len(tokens), dtype=bool))
 
 
-def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
+def _common_prefix(first_tokens: NDArray[np.integer], second_tokens: NDArray[np.integer]) -> int:
     """Return the number of tokens with which both sequences begin."""
-    shorter = min(len(first), len(second))
-    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    shorter = min(len(first_tokens), len(second_tokens))
+    differing = np.flatnonzero(first_tokens[:shorter] != second_tokens[:shorter])
     return int(differing[0]) if len(differing) else shorter
 
 

@@ -61,11 +61,11 @@ class PlanTrial:
     """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
     slots: int
     """Number of slots (table entries for jobs) of the group, a compile-time constant of the kernels."""
-    drops: bool
-    residual: bool
-    transposed: bool
+    has_dropout: bool
+    has_residual: bool
+    is_transposed: bool
     """Whether the frozen weight is stored as [K, N]."""
-    aligned: bool
+    is_aligned: bool
     has_codes: bool = False
     """Whether the frozen weight is stored as 8-bit floats, and multiplied without dequantisation."""
 
@@ -90,10 +90,10 @@ class PlanTrial:
             ranks=rank_block(group.rank),
             bands=group.bands,
             slots=len(rows.key_S),
-            drops=group.has_dropout,
-            residual=residual,
-            transposed=weight_NK.stride(0) < weight_NK.stride(1),
-            aligned=group.table.is_aligned,
+            has_dropout=group.has_dropout,
+            has_residual=residual,
+            is_transposed=weight_NK.stride(0) < weight_NK.stride(1),
+            is_aligned=group.table.is_aligned,
             has_codes=weight_NK.dtype is CODES,
         )
 
@@ -103,7 +103,13 @@ class PlanTrial:
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
-        words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
+        flags = {
+            "drops": self.has_dropout,
+            "residual": self.has_residual,
+            "transposed": self.is_transposed,
+            "aligned": self.is_aligned,
+        }
+        words += [name for name, is_set in flags.items() if is_set]
         words += ["fp8"] if self.has_codes else []
         return f"{', '.join(words)}: {' or '.join(self.plans)}"
 

@@ -54,9 +54,10 @@ class Operands:
         """Shape of the result: rows of the left operand and rows of the right operand."""
         return len(self.left_TM), len(self.right_LM)
 
-    def unscaled_product(self, low: int, high: int) -> Tensor:
-        """Return the columns `low` to `high` of left · rightᵀ in float32, before the scales are applied."""
-        right_LM = self.right_LM[low:high]
+    def unscaled_product(self, first_column: int, end_column: int) -> Tensor:
+        """Return the columns `first_column` to `end_column` of left · rightᵀ in float32, before the scales
+        are applied."""
+        right_LM = self.right_LM[first_column:end_column]
         if self.has_codes:
             return unscaled_code_product(self.left_TM, right_LM)
         return product_in_float32(self.left_TM, right_LM.T)

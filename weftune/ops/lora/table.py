@@ -147,14 +147,14 @@ class SlotTable:
                 if band:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
-    def set_experts(self, first: int, entry: LowRank) -> None:
-        """Write one job's adapters of all experts to consecutive slots from `first` on, on the host only. The
-        table must have one linear. The matrices of all experts are stacked, [experts, R, K] and [experts, R,
-        N]."""
+    def set_experts(self, first_slot: int, entry: LowRank) -> None:
+        """Write one job's adapters of all experts to consecutive slots from `first_slot` on, on the host
+        only. The table must have one linear. The matrices of all experts are stacked, [experts, R, K] and
+        [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
-        own = slice(first, first + experts)
+        own = slice(first_slot, first_slot + experts)
         strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
         assert not self.is_aligned or all(stride % ALIGNMENT == 0 for stride in strides)
         factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0

@@ -34,7 +34,7 @@ from weftune.ops.triton.slots import (
 def down_of_tile(
     x,
     s,
-    partial,
+    partial_sums,
     key,
     token_index,
     address,
@@ -112,14 +112,14 @@ def down_of_tile(
         else:
             share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
             stored_MR = inside_M[:, None] & padded_rank_mask(r_R, tl.load(rank + entry))[None, :]
-            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
+            tl.store(partial_sums + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
 
 
 @triton.jit
 def down_by_ranks(
     x,
     s,
-    partial,
+    partial_sums,
     key,
     token_index,
     address,
@@ -149,12 +149,12 @@ def down_by_ranks(
     if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
             start, stop, slot, T, K, S, P, PARTS, 16, R, M, C, SPLIT, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         down_of_tile(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
             start, stop, slot, T, K, S, P, PARTS, R, R, M, C, SPLIT, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ def down_by_ranks(
 def down(
     x,
     s,
-    partial,
+    partial_sums,
     tiles,
     key,
     token_index,
@@ -213,19 +213,19 @@ def down(
     dropping = has_dropout_in_any(threshold, first, slot, S, PARTS) if HAS_DROPOUT else False
     if HAS_DROPOUT and dropping:
         down_by_ranks(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
             start, stop, slot, max_ranks, T, K, S, P, PARTS, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         down_by_ranks(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
             start, stop, slot, max_ranks, T, K, S, P, PARTS, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["is_evaluation", "T"])
 def sum_rows(
-    partial,
+    partial_sums,
     s,
     tiles,
     factor,
@@ -239,7 +239,7 @@ def sum_rows(
     SHARES: tl.constexpr,
 ):
     """Compute s = factor · drop(x)Aᵀ, or its gradient ds, from partial sums without the factor. The partial
-    sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
+    sums sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)
@@ -260,7 +260,7 @@ def sum_rows(
             end: tl.constexpr = SHARES[p + 1]
             for share in tl.static_range(first, end):
                 at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
-                s_MR += tl.load(partial + at_MR, mask=stored_MR, other=0.0)
+                s_MR += tl.load(partial_sums + at_MR, mask=stored_MR, other=0.0)
             owned_R = r_R < ranks
             s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + is_evaluation), 0.0)
         at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]

@@ -152,7 +152,7 @@ def ds_db(
 def ds_of_tile(
     dy,
     ds,
-    partial,
+    partial_sums,
     address,
     factor,
     is_evaluation,
@@ -199,7 +199,7 @@ def ds_of_tile(
     if SPLIT:
         share_M = (part * splits + split).to(tl.int64) * T + row_M
         stored_MR = inside_M[:, None] & padded_rank_mask(r_R, ranks)[None, :]
-        tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
+        tl.store(partial_sums + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
     else:
         ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + is_evaluation), 0.0)
         at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
@@ -210,7 +210,7 @@ def ds_of_tile(
 def ds_alone(
     dy,
     ds,
-    partial,
+    partial_sums,
     tiles,
     address,
     factor,
@@ -258,12 +258,12 @@ def ds_alone(
         return
     if R > 32 and ranks <= 16:
         ds_of_tile(
-            dy, ds, partial, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
+            dy, ds, partial_sums, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
             T, N, S, P, 16, R, M, C, SPLIT, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         ds_of_tile(
-            dy, ds, partial, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
+            dy, ds, partial_sums, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
             T, N, S, P, R, R, M, C, SPLIT, ALIGNMENT, PRECISION,
         )  # fmt: skip
 

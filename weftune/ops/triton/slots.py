@@ -85,21 +85,21 @@ def padded_rank_mask(r_R, rank):
 
 
 @triton.jit
-def largest_rank(rank, first, slot, S: tl.constexpr, PARTS: tl.constexpr):
+def largest_rank(rank, first_part, slot, S: tl.constexpr, PARTS: tl.constexpr):
     """Return the largest number of ranks that a job has in any of PARTS parts (bands of ranks of one
     linear)."""
-    max_ranks = tl.load(rank + first * S + slot)
+    max_ranks = tl.load(rank + first_part * S + slot)
     for i in tl.static_range(1, PARTS):
-        max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))
+        max_ranks = tl.maximum(max_ranks, tl.load(rank + (first_part + i) * S + slot))
     return max_ranks
 
 
 @triton.jit
-def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, PARTS: tl.constexpr):
+def has_dropout_in_any(threshold, first_part, slot, S: tl.constexpr, PARTS: tl.constexpr):
     """Return whether a job uses dropout in any of PARTS parts (bands of ranks of one linear)."""
-    highest = tl.load(threshold + first * S + slot)
+    highest = tl.load(threshold + first_part * S + slot)
     for i in tl.static_range(1, PARTS):
-        highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
+        highest = tl.maximum(highest, tl.load(threshold + (first_part + i) * S + slot))
     return highest > NEVER
 
 
