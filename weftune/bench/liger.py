@@ -31,7 +31,7 @@ def peft_with_liger(task: ProcessTask) -> MeasuredStep:
 
 
 def find_missing_package(hardware: Hardware) -> str:
-    """Return why Liger cannot run on this machine; empty if it can."""
+    """Return a sentence that says why Liger cannot run on this machine. Empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
     if hardware.device.type != "cuda":

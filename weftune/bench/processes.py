@@ -124,7 +124,8 @@ def _run_child(function: Callable[[Any], Answer], barrier: Any, answers: Any) ->
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error is a lack of memory, for which cuBLAS and the driver have other messages."""
+    """Return whether the error is a lack of memory, which torch, cuBLAS and the driver report with different
+    messages."""
     words = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "ALLOC_FAILED" in words
 
