@@ -157,10 +157,10 @@ def site_of(
         ranks=rank_block(max(ranks)),
         bands=required_bands(max(ranks)),
         slots=len(ranks),
-        drops=False,
-        residual=False,
-        transposed=False,
-        aligned=True,
+        has_dropout=False,
+        has_residual=False,
+        is_transposed=False,
+        is_aligned=True,
     )
     site = synthetic_site(trial, device)
     for slot, (rank, seated) in enumerate(zip(ranks, site.adapters, strict=True)):

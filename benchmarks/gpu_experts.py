@@ -78,7 +78,7 @@ class Layer:
 
 def layer_number(size: Size, jobs: int, tokens: int, rank: int, hardware: Hardware) -> Layer:
     module = build(size, hardware).get_submodule("model.layers.0.mlp.experts")
-    names, shapes = ("gate_up_proj", "down_proj"), size.expert
+    names, shapes = ("gate_up_proj", "down_proj"), size.expert_sites
     sites = tuple(
         SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active_matrices=size.active)
         for name, shape in zip(names, shapes, strict=True)

@@ -17,7 +17,7 @@ from weftune.adapters.kind import JobAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import adapter_layout, get_kind
 from weftune.adapters.scalar_head import STORED_HEAD
-from weftune.adapters.target import HEAD, last_width
+from weftune.adapters.target import HEAD, last_hidden_width
 from weftune.core.shapes import SCORE, SiteShape
 from weftune.errors import AdapterError
 from weftune.run.training.schedule import Recipe
@@ -60,7 +60,11 @@ def test_only_a_stage_with_the_last_layer_has_the_head():
 def test_the_head_is_as_wide_as_the_projection_after_the_last_layer():
     layer = [SiteShape(f"model.decoder.layers.0.{name}", 8, 8, in_last_layer=True) for name in ("q", "k")]
     projection = SiteShape("model.decoder.project_out", 8, 4)
-    assert (last_width(layer), last_width([projection, *layer]), last_width([projection])) == (8, 4, 0)
+    assert (
+        last_hidden_width(layer),
+        last_hidden_width([projection, *layer]),
+        last_hidden_width([projection]),
+    ) == (8, 4, 0)
 
 
 def written_by_peft(folder):

@@ -534,7 +534,7 @@ def test_a_chat_is_one_sample_whose_answers_are_supervised_with_their_end():
     made = rendering(spoken, "hi", "yes", "and", "no", "so", turns=(1, 3))
     assert made[0].text == "u:hi<e>\na:yes<e>\nu:and<e>\na:no<e>\nu:so<e>\n"
     assert supervised(made) == [["yes<e>", "no<e>"]]
-    assert (len(made), made[0].parted, made[0].endless) == (1, False, False)
+    assert (len(made), made[0].prompt_differs, made[0].lacks_end_token) == (1, False, False)
     assert supervised(rendering(spoken, "hi", "yes", "and", "no", turns=(3,))) == [["no<e>"]]
 
 
@@ -564,7 +564,7 @@ def test_a_turn_is_supervised_from_where_it_parts_from_the_prompt(asked):
 
     made = rendering(thinking, "hi", "yes")
     assert supervised(made) == [["yes<e>" if asked.startswith("a:") else "a:yes<e>"]]
-    assert (made[0].parted, made[0].endless) == (True, False)
+    assert (made[0].prompt_differs, made[0].lacks_end_token) == (True, False)
     both = rendering(
         lambda messages, prompt: (
             spoken(messages, prompt and len(messages) == 1) + ("?" if prompt and len(messages) > 1 else "")
@@ -572,7 +572,7 @@ def test_a_turn_is_supervised_from_where_it_parts_from_the_prompt(asked):
         *("hi", "yes", "and", "no"),
         turns=(1, 3),
     )
-    assert any(one.parted for one in both)
+    assert any(one.prompt_differs for one in both)
 
 
 def test_a_prompt_that_is_printed_differently_from_its_beginning_is_refused():
@@ -589,13 +589,13 @@ def test_a_turn_without_an_end_is_supervised_to_its_last_character_and_told():
 
     made = rendering(endless, "hi", "yes")
     assert supervised(made) == [["yes\n"]]
-    assert made[0].endless
+    assert made[0].lacks_end_token
 
     def silent(messages: Any, prompt: bool) -> str:
         return "".join(f"u:{one['content']}<e>" for one in messages if one["role"] == "user")
 
     nothing = rendering(silent, "hi", "yes")
-    assert (nothing[0].endless, supervised(nothing)) == (True, [[""]])
+    assert (nothing[0].lacks_end_token, supervised(nothing)) == (True, [[""]])
     mixed = rendering(
         lambda messages, prompt: (
             endless(messages[:2], prompt and len(messages) < 2)
@@ -607,7 +607,7 @@ def test_a_turn_without_an_end_is_supervised_to_its_last_character_and_told():
         "no",
         turns=(1, 3),
     )
-    assert any(one.endless for one in mixed)
+    assert any(one.lacks_end_token for one in mixed)
 
 
 def test_the_end_of_a_whole_chat_is_no_part_of_a_turn_that_ends_before():
@@ -622,7 +622,7 @@ def test_the_end_of_a_whole_chat_is_no_part_of_a_turn_that_ends_before():
 def test_a_rendering_is_the_same_in_another_process():
     for made in (
         rendering(spoken, "hi", "yes", "and", "no", turns=(1, 3)),
-        (Rendered("a", None), Rendered("b", ((0, 1),), endless=True)),
+        (Rendered("a", None), Rendered("b", ((0, 1),), lacks_end_token=True)),
         render_everything(
             Chat((), None, ()), SimpleNamespace(render=lambda *_, prompt: f"prompt is {prompt}")
         ),
@@ -635,4 +635,6 @@ def test_a_rendering_is_the_same_in_another_process():
 def test_nothing_is_worth_telling_of_a_chat_that_is_printed_as_a_whole():
     template = SimpleNamespace(render=lambda messages, tools, *, prompt: f"{len(messages)} {prompt}")
     chat = Chat(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None, (1,))
-    assert render_everything(chat, template) == (Rendered("2 False", None, parted=False, endless=False),)
+    assert render_everything(chat, template) == (
+        Rendered("2 False", None, prompt_differs=False, lacks_end_token=False),
+    )

@@ -336,11 +336,11 @@ def test_rows_are_rendered_beside_others_that_cannot_be():
     good, bad, again = rows_of(families.CHATML, MESSAGES, ({"role": "user", "content": 5},), MESSAGES)
     start = text.index("yes")
     spans = ((start, start + len("yes<|im_end|>")),)
-    assert good == [{"text": text, "spans": spans, "parted": False, "endless": False}]
+    assert good == [{"text": text, "spans": spans, "prompt_differs": False, "lacks_end_token": False}]
     assert again == good
     assert bad["bad"].startswith("the chat template refuses this row: TypeError: ")
     (whole,) = rows_of(families.CHATML, MESSAGES, ends=None)
-    assert whole == [{"text": text, "spans": None, "parted": False, "endless": False}]
+    assert whole == [{"text": text, "spans": None, "prompt_differs": False, "lacks_end_token": False}]
 
 
 def test_a_row_that_no_form_of_prints_says_what_is_dropped_before_what_is_refused():

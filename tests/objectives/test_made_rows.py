@@ -37,7 +37,7 @@ class OwnWords:
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         weights = torch.tensor(scores.counts, dtype=torch.float64)
-        return -(scores.sums() * weights).sum() / batch.supervised_tokens
+        return -(scores.logprob_sums() * weights).sum() / batch.supervised_tokens
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError

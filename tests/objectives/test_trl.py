@@ -34,9 +34,9 @@ def own_numbers(spec):
     assert torch.equal(scored.weights["job"], lora_weights())
     scored.scorer.objectives["job"] = make_objective(spec)
     pairs = samples()
-    if spec.prompts:
+    if spec.supervises_prompts:
         pairs = pairs.supervise_prompts()
-    if spec.reference:
+    if spec.needs_reference:
         pairs = pairs.with_references(reference_sums(tiny("llama")).numpy())
     counts = tuple(pairs.supervised.tolist())
     losses, metrics = [], torch.zeros(len(PAIR_METRICS), dtype=torch.float64)

@@ -86,7 +86,7 @@ class Preference:
 
     def _gaps(self, scores: SampleScores) -> Tensor:
         assert scores.references_B is not None
-        margin_B = scores.sums() - scores.references_B
+        margin_B = scores.logprob_sums() - scores.references_B
         return margin_B[0::2] - margin_B[1::2]
 
 

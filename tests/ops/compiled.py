@@ -48,8 +48,8 @@ def main():
     forward, backward = norm.norm_forward, norm.norm_backward
     turn, turn_back = rotary.rotary_forward, rotary.rotary_backward
     wanted = {
-        "norm": (forward, 8, "x weight n rstd", NORM | dict(onto=None)),
-        "norm onto": (forward, 8, "x weight n rstd onto", NORM),
+        "norm": (forward, 8, "x weight n rstd", NORM | dict(residual=None)),
+        "norm onto": (forward, 8, "x weight n rstd residual", NORM),
         "norm backward": (backward, 8, "dn x weight rstd dx", NORM | dict(dskip=None)),
         "norm beside a skip backward": (backward, 8, "dn dskip x weight rstd dx", NORM),
         "swiglu": (swiglu.swiglu_forward, 4, "gate_up act", SWIGLU),

@@ -219,7 +219,7 @@ def launch_linear(case: LinearCase) -> None:
         case.drops,
         g_out=scale_table(count, SLOTS, CPU) if case.kind in ("dora", "ia3") else None,
         g_in=scale_table(count, SLOTS, CPU) if case.kind == "ia3 in" else None,
-        has_row_lengths=case.kind == "dora",
+        has_dora=case.kind == "dora",
         computed_table=computed_table(count, SLOTS, CPU) if case.kind == "vera" else None,
     )
     rows = Rows.empty(case.rows, SLOTS, CPU)

@@ -205,7 +205,7 @@ def test_a_launch_has_programs_for_every_block_of_the_longest_job(sizes, blocks,
     assert [one.kernel for one in launches] == ["squares", "update"]
     for one in launches:
         assert one.grid == (blocks, len(sizes))
-        assert one.of("EVEN", "BLOCK", "num_warps") == (even, 4096, 8)
+        assert one.of("SIZES_ALIGNED", "BLOCK", "num_warps") == (even, 4096, 8)
     squares, steps = launches
     assert squares.given[0].tolist() == [[one.gradient.data_ptr(), len(one.master)] for one in made]
     names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weights")

@@ -45,8 +45,8 @@ def test_many_parameters_drawn_at_once_have_the_bits_of_each_by_itself(size, dty
 
 def test_hundreds_of_matrices_of_an_adapter_take_as_many_launches_as_one(monkeypatch):
     launched = []
-    mixed = draw.mix_bits
-    monkeypatch.setattr(draw, "mix_bits", lambda value: (launched.append(value.shape), mixed(value))[1])
+    mixed = draw.hash_bits
+    monkeypatch.setattr(draw, "hash_bits", lambda value: (launched.append(value.shape), mixed(value))[1])
     values = [torch.empty(4, 8) for _ in range(200)]
     fill_uniform_batch(values, list(range(200)), 1.0)
     assert launched == [(200, 32)]

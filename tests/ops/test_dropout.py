@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weftune.ops import dropout
-from weftune.ops.dropout import keep_mask_TK, keep_threshold, mask_key, mix_int, to_odd
+from weftune.ops.dropout import hash_int, hash_to_odd, keep_mask_TK, keep_threshold, mask_key
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -24,8 +24,8 @@ def signed(values: np.ndarray) -> torch.Tensor:
 
 def test_the_hash_is_murmur3s_finaliser():
     values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
-    assert [mix_int(int(v)) for v in values[:100]] == fmix32(values)[:100].tolist()
-    assert (to_odd(signed(values)).numpy().view(np.uint32) == fmix32(values) | 1).all()
+    assert [hash_int(int(v)) for v in values[:100]] == fmix32(values)[:100].tolist()
+    assert (hash_to_odd(signed(values)).numpy().view(np.uint32) == fmix32(values) | 1).all()
 
 
 def test_a_value_is_kept_if_its_bits_reach_the_threshold():

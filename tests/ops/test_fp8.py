@@ -5,7 +5,7 @@ import torch
 
 from weftune.core.weights import CODES, CodedMatrix, multiply_codes
 from weftune.core.weights import quantise_rows as plain_codes
-from weftune.ops.fp8 import codes_in_float32, launch_row_codes, multiply
+from weftune.ops.fp8 import launch_row_codes, multiply, unscaled_code_product
 
 SHAPES = [(1, 16), (7, 48), (33, 200), (5, 1024)]
 GPU = torch.device("cuda")
@@ -95,7 +95,7 @@ def test_a_nan_stays_in_its_row_on_a_gpu():
 def test_a_sum_comes_in_float32_from_the_library():
     weight = CodedMatrix.quantise(drawn((64, 128), GPU, seed=1))
     codes_TK, _ = plain_codes(drawn((40, 128), GPU))
-    sum_TN = codes_in_float32(codes_TK, weight.codes())
+    sum_TN = unscaled_code_product(codes_TK, weight.codes())
     assert sum_TN.dtype is torch.float32
     want_TN = codes_TK.double() @ weight.codes().double().T
     assert (sum_TN - want_TN).abs().max() < 1e-3 * want_TN.abs().max()

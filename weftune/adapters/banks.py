@@ -77,7 +77,7 @@ class AttachedJob:
     """The rows of the embedding that the job trains. None if it trains none."""
 
     @property
-    def keys(self) -> int:
+    def prefix_keys(self) -> int:
         """Number of prefix keys that the job inserts before every sample in every layer."""
         return (
             len(self.read_parameters[next(iter(self.prefix_sites.values())), KEYS])
@@ -124,7 +124,8 @@ class Banks:
         uses them."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
-        """Maps the first row of each range of rows in `bind_tile` to the pass of these rows alone."""
+        """Maps the first row of each range of rows that `bind_tile` can select to a pass over that range
+        alone."""
         self._groups = site_groups(modules, sites, groups, self._current)
         self._all_groups = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
@@ -229,7 +230,7 @@ class Banks:
         ]
         # Sites that share their input have one scale for it, or none.
         shared = any(part and part.g_in for parts in found if len(parts) > 1 for part in parts)
-        return None if shared or _has_partial_lengths(groups, found) else found
+        return None if shared or _has_partial_norms(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
         """Return the groups of linears that an adapter changes. Create the missing banks of its kind
@@ -333,12 +334,12 @@ class Banks:
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
         """Return the jobs whose rows a CUDA graph selects by index. Each has one segment, from its first row
         to its last."""
-        found: dict[str, tuple[Segment, AttachedJob]] = {}
+        segments_by_job: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
             if not attached.is_tiled:
-                first, _ = found.get(segment.job, (segment, attached))
-                found[segment.job] = replace(first, stop=segment.stop), attached
-        return list(found.values())
+                first, _ = segments_by_job.get(segment.job, (segment, attached))
+                segments_by_job[segment.job] = replace(first, stop=segment.stop), attached
+        return list(segments_by_job.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
         """Yield each segment (range of one job's rows) that an adapter changes, with the attached job of that
@@ -356,14 +357,14 @@ class Banks:
         pass."""
         for bank in self._tiled_banks():
             bank.send_tables()
-        seats: list[SlotRows] = []
+        slot_ranges: list[SlotRows] = []
         for segment, attached in self._segments(microbatch):
             key = step_key(attached.adapter.seed, segment.step)
-            if seats and (seats[-1].slot, seats[-1].stop) == (attached.slot, segment.start):
-                seats[-1] = replace(seats[-1], stop=segment.stop)
+            if slot_ranges and (slot_ranges[-1].slot, slot_ranges[-1].stop) == (attached.slot, segment.start):
+                slot_ranges[-1] = replace(slot_ranges[-1], stop=segment.stop)
             else:
-                seats.append(SlotRows(segment.start, segment.stop, attached.slot, key))
-        return seats
+                slot_ranges.append(SlotRows(segment.start, segment.stop, attached.slot, key))
+        return slot_ranges
 
     @contextmanager
     def bind(
@@ -378,7 +379,7 @@ class Banks:
         """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
         rows of the jobs in `gathered_rows` are selected by index, not as a range. If `in_tiles`, linears run
         only within `bind_tile`."""
-        assert self._current.bound is None, "a pass is already bound"
+        assert self._current.active_pass is None, "a pass is already bound"
         own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
         if route is Route.tiled and rows is None and not in_tiles:
@@ -394,12 +395,12 @@ class Banks:
     def bind_tile(self, rows: slice) -> Iterator[None]:
         """Within the context, let forwards compute only the rows `rows` of the bound pass, with their
         adapters."""
-        bound = self._current.bound
-        assert bound is not None, "no pass is bound"
+        active_pass = self._current.active_pass
+        assert active_pass is not None, "no pass is bound"
         if rows.start not in self._tiles:
-            part = bound.microbatch.part(rows)
-            own = self._rows(part) if bound.route is Route.tiled else None
-            self._tiles[rows.start] = self._make_pass(part, bound.route, bound.training, own)
+            part = active_pass.microbatch.part(rows)
+            own = self._rows(part) if active_pass.route is Route.tiled else None
+            self._tiles[rows.start] = self._make_pass(part, active_pass.route, active_pass.training, own)
         whole = self._current.replace(self._tiles[rows.start])
         try:
             yield
@@ -409,9 +410,9 @@ class Banks:
     @contextmanager
     def graph_only(self) -> Iterator[None]:
         """Within the context, let linears return arbitrary outputs where only their backward is needed."""
-        bound, untiled = self._current.bound, self._current.untiled_pass
-        assert bound is not None, "no pass is bound"
-        whole = self._current.replace(CurrentPass(replace(bound, graph_only=True), untiled))
+        active_pass, untiled = self._current.active_pass, self._current.untiled_pass
+        assert active_pass is not None, "no pass is bound"
+        whole = self._current.replace(CurrentPass(replace(active_pass, graph_only=True), untiled))
         try:
             yield
         finally:
@@ -432,7 +433,7 @@ class Banks:
     ) -> CurrentPass:
         found = list(self._segments(microbatch))
         totals = {attached.adapter.job: attached.totals for _, attached in found}
-        bound = Pass(
+        active_pass = Pass(
             microbatch,
             route,
             training,
@@ -445,16 +446,16 @@ class Banks:
         )
         plain = tuple(segment for segment, attached in found if not attached.has_tiled_linears)
         if rows is not None and training:
-            self._compile_ahead(bound, (microbatch.rows, self.limits()))
-        return CurrentPass(bound, replace(bound, microbatch=replace(microbatch, segments=plain)))
+            self._compile_ahead(active_pass, (microbatch.rows, self.limits()))
+        return CurrentPass(active_pass, replace(active_pass, microbatch=replace(microbatch, segments=plain)))
 
-    def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
+    def _compile_ahead(self, active_pass: Pass, launch_key: Hashable) -> None:
         """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
-        `launches`."""
-        if launches in self._compiled_launches or not self.choices.can_compile:
+        `launch_key`."""
+        if launch_key in self._compiled_launches or not self.choices.can_compile:
             return
-        self._compiled_launches.add(launches)
-        found = (group.timing_trial(bound) for group in self._all_groups)
+        self._compiled_launches.add(launch_key)
+        found = (group.timing_trial(active_pass) for group in self._all_groups)
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -465,22 +466,22 @@ class Banks:
 
     def _embed_tokens(self, plain_forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
-        h, bound = plain_forward(tokens), self._current.bound
-        if bound is None:
+        h, active_pass = plain_forward(tokens), self._current.active_pass
+        if active_pass is None:
             return h
-        for segment, attached in self._segments(bound.microbatch):
+        for segment, attached in self._segments(active_pass.microbatch):
             # Rows that continue a sample, as in decoding, have no virtual tokens before them.
             if attached.rows_before is not None and segment.prefix_rows:
-                total = bound.totals[attached.adapter.job][SHARED, ROWS]
-                rows_ID = accumulate_gradient(attached.rows_before, total, bound.anchor)
-                h = insert_rows_before(h, rows_ID, bound.microbatch, segment)
+                total = active_pass.totals[attached.adapter.job][SHARED, ROWS]
+                rows_ID = accumulate_gradient(attached.rows_before, total, active_pass.anchor)
+                h = insert_rows_before(h, rows_ID, active_pass.microbatch, segment)
             if attached.tokens is not None and self._embedding is not None:
                 h = attached.tokens.replace_embeddings(
-                    h, bound.microbatch, segment, self._embedding, bound.anchor
+                    h, active_pass.microbatch, segment, self._embedding, active_pass.anchor
                 )
         return h
 
-    def rows_in_head(self, segment: Segment) -> HeadRows | None:
+    def trained_head_rows(self, segment: Segment) -> HeadRows | None:
         """Return the trained embeddings of a segment's job if they replace rows of a tied head, else None."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
@@ -490,27 +491,31 @@ class Banks:
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """Return the segments (ranges of rows) whose jobs have prefix keys and values, each with the number
         of keys."""
-        return [(segment, attached.keys) for segment, attached in self._segments(microbatch) if attached.keys]
+        return [
+            (segment, attached.prefix_keys)
+            for segment, attached in self._segments(microbatch)
+            if attached.prefix_keys
+        ]
 
-    def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def read_prefix_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return the prefix keys and values, in one layer, of each segment of the bound pass that has any."""
-        bound = self._current.bound
-        assert bound is not None, "keys before samples exist only in a bound pass"
+        active_pass = self._current.active_pass
+        assert active_pass is not None, "keys before samples exist only in a bound pass"
         found = []
-        for _, attached in self._segments(bound.microbatch):
-            if attached.keys:
-                site, totals = attached.prefix_sites[layer], bound.totals[attached.adapter.job]
+        for _, attached in self._segments(active_pass.microbatch):
+            if attached.prefix_keys:
+                site, totals = attached.prefix_sites[layer], active_pass.totals[attached.adapter.job]
                 keys = accumulate_gradient(
-                    attached.read_parameters[site, KEYS], totals[site, KEYS], bound.anchor
+                    attached.read_parameters[site, KEYS], totals[site, KEYS], active_pass.anchor
                 )
                 values = accumulate_gradient(
-                    attached.read_parameters[site, VALUES], totals[site, VALUES], bound.anchor
+                    attached.read_parameters[site, VALUES], totals[site, VALUES], active_pass.anchor
                 )
                 found.append((keys, values))
         return found
 
 
-def _has_partial_lengths(
+def _has_partial_norms(
     groups: Sequence[SiteGroup], tiled_parts: Sequence[Sequence[TiledPart | None]]
 ) -> bool:
     """Return whether an adapter divides by norms of weight rows (DoRA) at a linear of which this shard has

@@ -27,7 +27,7 @@ MIN_SLOTS = 8
 class _ExpertSlot:
     adapter: JobAdapter
     index: int
-    """Index in the kernels' tables."""
+    """Index of the job in the kernels' tables."""
     weights: Parameters
     totals: Parameters
 
@@ -47,13 +47,13 @@ class ExpertBank:
         self._slots_by_job: dict[str, _ExpertSlot] = {}
         self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Maps each stacked weight of the experts to its table. Emptied when a job is attached or
-        detached."""
+        """Maps each stacked weight of the experts to the kernels' table of its adapters. Emptied when a job
+        is attached or detached."""
         self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job with its parameters and the accumulators of their gradients. Its index in the kernels'
-        tables is one among the jobs with adapters on these experts, not its slot."""
+        tables counts only jobs with adapters on these experts, and may differ from the job's slot."""
         taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)
@@ -69,20 +69,20 @@ class ExpertBank:
     def _clear_tables(self) -> None:
         self._tables, self._adapter_indices = {}, {}
 
-    def has_expert_rows(self, bound: Pass) -> bool:
+    def has_expert_rows(self, active_pass: Pass) -> bool:
         """Return whether a job with adapters on these experts has rows in the pass."""
-        return any(segment.adapter_job in self._slots_by_job for segment in bound.microbatch.segments)
+        return any(segment.adapter_job in self._slots_by_job for segment in active_pass.microbatch.segments)
 
-    def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """Yield each segment's (range of a job's rows) adapter at one stacked weight. Autograd accumulates
-        its gradients."""
-        for segment in bound.microbatch.segments:
+    def parts(self, site: str, active_pass: Pass) -> Iterator[ExpertPart]:
+        """Yield the adapter of each segment (range of a job's rows) at one stacked weight of the experts.
+        Gradients are added to the jobs' accumulators."""
+        for segment in active_pass.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:
                 continue
-            totals = bound.totals[slot.adapter.job]
+            totals = active_pass.totals[slot.adapter.job]
             a_ErK, b_ErN = (
-                accumulate_gradient(slot.weights[site, name], totals[site, name], bound.anchor)
+                accumulate_gradient(slot.weights[site, name], totals[site, name], active_pass.anchor)
                 for name in (A, B)
             )
             yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, slot.adapter.spec.scale_at(site))

@@ -66,8 +66,8 @@ def wrap_config_errors(folder: Path) -> Iterator[None]:
 
 
 def refuse_slow_patterns(folder: Path, spec: TargetSpec, names: Sequence[str] | None = None) -> None:
-    """Raise if a regular expression of an untrusted folder is invalid, or too slow on these module names.
-    Without `names`, typical names are used."""
+    """Raise AdapterError if a regular expression of an untrusted folder is invalid, or too slow on the module
+    names `names` (by default, on typical names)."""
     for (*_, key), expression in spec.expressions().items():
         if slow := slow_pattern_error([expression], *(() if names is None else (names,))):
             shown = expression if key == "targets" else key
@@ -89,7 +89,8 @@ def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_scalar_head(config: Mapping[str, Any]) -> bool:
     """Return whether the config describes an adapter with a scalar head (of a reward model) and no other
-    saved modules. PEFT also lists `classifier`, which no supported model has."""
+    saved modules. The entry `classifier`, which PEFT adds, is ignored, since no supported model has such a
+    module."""
     saved = config.get("modules_to_save") or ()
     return config.get("task_type") == SEQUENCE_TASK and SCORE in saved and set(saved) <= {SCORE, "classifier"}
 
@@ -102,7 +103,8 @@ def refuse_reward_model(folder: Path, sentence: str) -> None:
 
 
 def refuse_parent_folder(folder: Path) -> None:
-    """Raise if a folder is not an adapter folder but contains adapter folders, like `best` of a sweep."""
+    """Raise AdapterError if a folder is not an adapter folder but contains adapter folders, like `best` of a
+    sweep."""
     if (folder / CONFIG).is_file() or (folder / JOB_FILE).is_file():
         return
     if found := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
@@ -113,7 +115,8 @@ def refuse_parent_folder(folder: Path) -> None:
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Raise if a folder is not a complete adapter folder. The content of its weights is not read."""
+    """Raise AdapterError if a folder is not a complete adapter folder. The content of its weights is not
+    read."""
     refuse_parent_folder(folder)
     if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
         raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")

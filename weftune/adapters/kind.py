@@ -121,14 +121,15 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class SiteParts:
     """The changes that all jobs of one kind make to a linear in one pass, each to its own rows: y = residual
-    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). Any of them may be absent."""
+    + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with scales g_in and g_out and functions `after` of
+    the outputs. Any of these may be absent."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
     output_changes: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
-    """Pairs of a job's rows and a function that returns changed outputs from their outputs y_LN."""
+    """Pairs of a job's rows and a function that maps their outputs y_LN to the outputs that replace them."""
 
 
 class SiteBank:
@@ -146,11 +147,13 @@ class SiteBank:
     def detach(self, job: str) -> None:
         del self._attached[job]
 
-    def segments(self, bound: Pass) -> list[Segment]:
+    def segments(self, active_pass: Pass) -> list[Segment]:
         """Return the segments (ranges of one job's rows) of the pass whose adapters are in this bank."""
-        return [segment for segment in bound.microbatch.segments if segment.adapter_job in self._attached]
+        return [
+            segment for segment in active_pass.microbatch.segments if segment.adapter_job in self._attached
+        ]
 
-    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+    def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
         """Return the changes that this bank's jobs make to the linear `site`, whose weights in the base are
         `frozen`."""
         raise NotImplementedError

@@ -55,11 +55,11 @@ class JobAt:
     adapter: JobAdapter
     site: SiteShape
     segment: Segment
-    bound: Pass
+    active_pass: Pass
     weights: Parameters
     frozen: Frozen
     cache: dict[tuple[str, str], Tensor]
-    """Maps (site, name) to a cached tensor; see `once`."""
+    """Maps (site, name) to a tensor that `once` has computed."""
 
     def trained(self, name: str) -> Tensor:
         """Return a parameter of this linear. Autograd accumulates its gradient."""
@@ -75,7 +75,7 @@ class JobAt:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Add `gradient` to the accumulated gradient of a parameter of this linear."""
-        self.bound.totals[self.adapter.job][self.site.name, name].add_(gradient)
+        self.active_pass.totals[self.adapter.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
         """Return a constant of the kind by its name."""
@@ -93,43 +93,43 @@ class JobAt:
         shard."""
         if not self.site.sums_outputs:
             return sum_N
-        assert self.bound.sum_over_shards is not None, "the site is divided among shards"
+        assert self.active_pass.sum_over_shards is not None, "the site is divided among shards"
         total_N = sum_N.detach().clone()
-        self.bound.sum_over_shards(total_N)
+        self.active_pass.sum_over_shards(total_N)
         return total_N
 
     @property
     def drops(self) -> bool:
-        return self.bound.training and self.adapter.spec.dropout > 0.0
+        return self.active_pass.training and self.adapter.spec.dropout > 0.0
 
     def dropped(self, x_LK: Tensor) -> Tensor:
         """Apply the job's dropout to x in training. Return x unchanged in evaluation."""
         probability = self.adapter.spec.dropout
         if not self.drops:
             return x_LK
-        index_L = self.bound.microbatch.token_index_T[self.segment.rows]
+        index_L = self.active_pass.microbatch.token_index_T[self.segment.rows]
         own = mask_key(self.adapter.seed, self.segment.step, self.site.name)
         kept = keep_mask_TK(own, index_L, x_LK.shape[1], probability, self.site.first_input)
         return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
 
     def _trainable_weight(self, site: str, name: str) -> Tensor:
-        total = self.bound.totals[self.adapter.job][site, name]
-        return accumulate_gradient(self.weights[site, name], total, self.bound.anchor)
+        total = self.active_pass.totals[self.adapter.job][site, name]
+        return accumulate_gradient(self.weights[site, name], total, self.active_pass.anchor)
 
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b); any may be
-    absent."""
+    """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), with scales
+    g_in and g_out and functions `add` and `after`. Any of these may be absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
-    """Function that returns from x_LK the values to add, [L, N]."""
+    """Function that maps the inputs x_LK to values that are added to the outputs, [L, N]."""
     g_in_K: Tensor | None = None
     g_out_N: Tensor | None = None
     scales_bias: bool = False
     """Whether g_out also scales the bias b."""
     after: Callable[[Tensor], Tensor] | None = None
-    """Function that returns the changed outputs from y_LN."""
+    """Function that maps the linear's outputs y_LN to the outputs that replace them."""
 
 
 class PlainBank(SiteBank):
@@ -138,21 +138,21 @@ class PlainBank(SiteBank):
         self._part = part
         self._cache: dict[tuple[str, str], Tensor] = {}
 
-    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+    def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
-        for segment in self.segments(bound):
+        for segment in self.segments(active_pass):
             adapter, weights = self._attached[segment.adapter_job or ""]
-            at = JobAt(adapter, self._sites[site], segment, bound, weights, frozen, self._cache)
-            part = self._part(at)
+            job_site = JobAt(adapter, self._sites[site], segment, active_pass, weights, frozen, self._cache)
+            part = self._part(job_site)
             others = part.add is part.g_in_K is part.g_out_N is None
-            assert others or adapter.job not in bound.gathered_rows, (
+            assert others or adapter.job not in active_pass.gathered_rows, (
                 "only outputs are changed in gathered rows"
             )
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment.rows, part.add))
             if part.after is not None:
-                behind.append((bound.gathered_rows.get(adapter.job, segment.rows), part.after))
+                behind.append((active_pass.gathered_rows.get(adapter.job, segment.rows), part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:
@@ -184,15 +184,15 @@ class PlainKind:
 
     # -- what a kind defines -----------------------------------------------------------------------------
 
-    def part(self, at: JobAt) -> JobPart:
+    def part(self, job_site: JobAt) -> JobPart:
         """Return the changes that a job's adapter makes to the job's rows at one adapted linear."""
         raise NotImplementedError
 
-    def start(self, new: NewAdapter) -> None:
+    def start(self, new_adapter: NewAdapter) -> None:
         """Initialise the parameters of a new adapter."""
         raise NotImplementedError
 
-    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+    def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of a linear with the adapter merged into them."""
         raise self._unmergeable_error()
 
@@ -230,9 +230,9 @@ class PlainKind:
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
         outside = {
-            SHARED: spec.shapes_outside(sites),
-            **spec.shapes_in_embedding(sites),
-            **spec.shapes_in_head(sites),
+            SHARED: spec.shapes_outside_linears(sites),
+            **spec.embedding_row_shapes(sites),
+            **spec.scalar_head_shapes(sites),
         }
         found = [
             ParameterShape(site, name, shape, rate=self.rate(spec, name))
@@ -275,12 +275,12 @@ class PlainKind:
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._adapted_part)
 
-    def _adapted_part(self, at: JobAt) -> JobPart:
-        return self.part(at) if self.adapts(at.adapter.spec, at.site.name) else JobPart()
+    def _adapted_part(self, job_site: JobAt) -> JobPart:
+        return self.part(job_site) if self.adapts(job_site.adapter.spec, job_site.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for all jobs' adapters on a layer's experts. Called only if a layout has parameters
-        there."""
+        """Return a bank for all jobs' adapters on a layer's experts. It is called only for adapters that have
+        parameters there."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:
@@ -288,7 +288,7 @@ class PlainKind:
         plain torch from `part`."""
         return False
 
-    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
+    def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
         """Return the adapter at one linear as input of the tiled kernels, or None if the linear is not
         adapted."""
         raise AssertionError(f"a {self.name} adapter is not tiled")
@@ -299,15 +299,15 @@ class PlainKind:
         outputs."""
         return False
 
-    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+    def initialise(self, new_adapter: NewAdapter, sites: Sequence[SiteShape]) -> None:
         """Initialise the parameters of a new adapter from its job's seed or from its `init_from`; `sites` are
         the linears of the whole base. The scalar head is drawn unless it is in the folder `init_from`."""
-        fill_head(new)
-        if new.adapter.spec.init_from is None:
-            self.start(new)
+        fill_head(new_adapter)
+        if new_adapter.adapter.spec.init_from is None:
+            self.start(new_adapter)
             return
-        found = self.read_start(new.adapter.spec, sites)
-        for (site, name), value in new.parameters.items():
+        found = self.read_start(new_adapter.adapter.spec, sites)
+        for (site, name), value in new_adapter.parameters.items():
             if name != HEAD or (site, name) in found:
                 value.copy_(found[site, name])
 

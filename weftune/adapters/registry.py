@@ -42,7 +42,7 @@ _KNOWN_LAYOUTS: deque[tuple[Any, Sequence[SiteShape], VectorLayout]] = deque(max
 
 def adapter_layout(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
     """Return the layout of an adapter's parameters on a base with the linears `sites`. Recent layouts are
-    cached: one has hundreds of parameters, and thousands of jobs may share it."""
+    cached, since a layout has hundreds of parameters and thousands of jobs may share it."""
     for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):
         if known_sites is sites and known_spec == spec:
             return layout

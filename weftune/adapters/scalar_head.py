@@ -22,15 +22,15 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED_HEAD = f"base_model.model.{SCORE}.weight"
-"""PEFT's name of the head, [1, D]."""
+"""Name of the scalar head, a tensor [1, D], in PEFT's adapter files."""
 
 
-def fill_head(new: NewAdapter) -> None:
+def fill_head(new_adapter: NewAdapter) -> None:
     """Draw the scalar head, if the adapter has one, from the normal distribution that transformers uses for
     it."""
-    if (head_D := new.parameters.get((SCORE, HEAD))) is not None:
-        fill_normal(head_D, new.key(SCORE, HEAD))
-        head_D.mul_(new.weight_at(SCORE).to(head_D))
+    if (head_D := new_adapter.parameters.get((SCORE, HEAD))) is not None:
+        fill_normal(head_D, new_adapter.key(SCORE, HEAD))
+        head_D.mul_(new_adapter.weight_at(SCORE).to(head_D))
 
 
 def stored_head(parameters: Parameters) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def read_head(folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple
     tensors: Mapping[str, Tensor] = read_tensors(folder)
     if STORED_HEAD not in tensors:
         raise AdapterError(f"{folder} is damaged: its {CONFIG} names a head, and it has no {STORED_HEAD}")
-    value, (shape,) = tensors[STORED_HEAD], spec.shapes_in_head(sites)[SCORE].values()
+    value, (shape,) = tensors[STORED_HEAD], spec.scalar_head_shapes(sites)[SCORE].values()
     if value.shape != (1, *shape):
         raise AdapterError(
             f"{folder} does not fit: {STORED_HEAD} is {list(value.shape)}, and the base needs {[1, *shape]}"

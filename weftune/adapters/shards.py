@@ -13,18 +13,18 @@ from weftune.core.shards import indices_in_whole
 
 
 def shard_positions(
-    whole: VectorLayout,
-    local: VectorLayout,
+    whole_layout: VectorLayout,
+    local_layout: VectorLayout,
     slices: Mapping[str, SiteSlice],
     whole_sites: Sequence[SiteShape],
 ) -> Tensor:
     """Return, for each value in the flat vector of a shard's parameters, its index in the flat vector of the
-    whole adapter. `local` and `whole` are the layouts of the two vectors. `slices` maps each linear to its
-    part on this shard."""
-    position = whole.parameter_views(torch.arange(whole.size))
+    whole adapter. `local_layout` and `whole_layout` are the layouts of the two vectors. `slices` maps each
+    linear to its part on this shard."""
+    position = whole_layout.parameter_views(torch.arange(whole_layout.size))
     outputs = {site.name: site.out_features for site in whole_sites}
     found = []
-    for parameter in local.parameters:
+    for parameter in local_layout.parameters:
         own = position[parameter.site, parameter.name]
         for dim, size in enumerate(parameter.shape):
             if own.shape[dim] != size:

@@ -45,18 +45,19 @@ from weftune.ops.site import change_rows, replace_rows, scaled_outputs, scaled_r
 class CurrentPass:
     """The currently bound pass, if any, shared by all groups of a base."""
 
-    bound: Pass | None = None
+    active_pass: Pass | None = None
     untiled_pass: Pass | None = None
-    """Copy of `bound` with only the segments of jobs whose adapters the tiled kernels do not compute."""
+    """Copy of `active_pass` with only the segments of jobs whose adapters the tiled kernels do not
+    compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """For each row of the pass, the index of its job; and the jobs by this index. Computed when the first
-    layer with experts needs them."""
+    """Index of the job of each row of the pass, and the jobs by this index. None until the first layer with
+    experts needs them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
         """Bind another pass, and return the one that was bound."""
-        before = CurrentPass(self.bound, self.untiled_pass, self.row_jobs)
-        self.bound, self.untiled_pass, self.row_jobs = (
-            new_pass.bound,
+        before = CurrentPass(self.active_pass, self.untiled_pass, self.row_jobs)
+        self.active_pass, self.untiled_pass, self.row_jobs = (
+            new_pass.active_pass,
             new_pass.untiled_pass,
             new_pass.row_jobs,
         )
@@ -77,29 +78,37 @@ class SiteGroup:
     adds_residual: bool = False
     """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
-    def timing_trial(self, bound: Pass) -> PlanTrial | None:
-        """Return the trial that measures which kernels are fastest for the linear. None unless kernels
-        compute the whole linear."""
-        return None if self.tiled is None else self.tiled.timing_trial(self.frozen, self.adds_residual, bound)
+    def timing_trial(self, active_pass: Pass) -> PlanTrial | None:
+        """Return the trial that measures which kernels are fastest for the group's linears. None unless the
+        tiled kernels compute an adapter of the group and need a trial."""
+        return (
+            None
+            if self.tiled is None
+            else self.tiled.timing_trial(self.frozen, self.adds_residual, active_pass)
+        )
 
     def forward(self, plain_forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute the group's only linear, with adapters if a pass is bound."""
-        if self.current_pass.bound is None or not self.banks:
+        if self.current_pass.active_pass is None or not self.banks:
             return plain_forward(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         """Return residual + the concatenated outputs of all linears of the group."""
-        bound = self.current_pass.bound
-        if bound is not None and bound.route is Route.tiled:
-            found = self._tiled_output(x_TK, residual_TN, bound)
+        active_pass = self.current_pass.active_pass
+        if active_pass is not None and active_pass.route is Route.tiled:
+            found = self._tiled_output(x_TK, residual_TN, active_pass)
             if found is not None:
                 return found
-        kinds = [] if bound is None else [bank for bank in self.banks.values() if bank.segments(bound)]
+        kinds = (
+            []
+            if active_pass is None
+            else [bank for bank in self.banks.values() if bank.segments(active_pass)]
+        )
         pieces = []
         for name, low, high in self._output_columns():
             frozen = self.frozen.part(low, high)
-            parts = [] if bound is None else [bank.parts(name, frozen, bound) for bank in kinds]
+            parts = [] if active_pass is None else [bank.parts(name, frozen, active_pass) for bank in kinds]
             pieces.append(_site_output(frozen, x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
@@ -110,7 +119,7 @@ class SiteGroup:
             yield site.name, low, low + site.out_features
             low += site.out_features
 
-    def _tiled_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
+    def _tiled_output(self, x_TK: Tensor, residual_TN: Tensor | None, active_pass: Pass) -> Tensor | None:
         """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
         None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
         on the device."""
@@ -118,7 +127,7 @@ class SiteGroup:
         assert untiled is not None
         banks = [bank for bank in self.banks.values() if bank.segments(untiled)]
         if not banks:
-            return self._kernel_output(x_TK, residual_TN, bound)
+            return self._kernel_output(x_TK, residual_TN, active_pass)
         columns = list(self._output_columns())
         parts = [
             [bank.parts(name, self.frozen.part(low, high), untiled) for bank in banks]
@@ -132,17 +141,17 @@ class SiteGroup:
             for part in own
             for rows, change in part.output_changes
         ]
-        bound = replace(bound, graph_only=False)  # The changes read the outputs.
+        active_pass = replace(active_pass, graph_only=False)  # The changes read the outputs.
         around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
-        y_TN = self._kernel_output(x_TK, around_TN, bound)
-        return None if y_TN is None else change_rows(y_TN, residual_TN, changes, bound.anchor)
+        y_TN = self._kernel_output(x_TK, around_TN, active_pass)
+        return None if y_TN is None else change_rows(y_TN, residual_TN, changes, active_pass.anchor)
 
-    def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass) -> Tensor | None:
+    def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, active_pass: Pass) -> Tensor | None:
         """Compute the outputs, with the tiled kernels if the group has adapters for them. None if the kernels
         do not run on the device."""
         if self.tiled is not None:
             try:
-                return self.tiled.linear(x_TK, self.frozen, residual_TN, bound)
+                return self.tiled.linear(x_TK, self.frozen, residual_TN, active_pass)
             except KernelsFailed:
                 return None
         y_TN = self.frozen.product(x_TK)
@@ -150,8 +159,8 @@ class SiteGroup:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b). With
-    scales or several kinds, sums are in at least float32."""
+    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with
+    the fields of `SiteParts`. With scales or several kinds, sums are in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
@@ -181,9 +190,18 @@ class ExpertGroup:
     ) -> Tensor:
         """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
         experts at once where available, otherwise with their own forward."""
-        bound = self.current_pass.bound
-        banks = [] if bound is None else [bank for bank in self.banks.values() if bank.has_expert_rows(bound)]
-        if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and self._is_gated():
+        active_pass = self.current_pass.active_pass
+        banks = (
+            []
+            if active_pass is None
+            else [bank for bank in self.banks.values() if bank.has_expert_rows(active_pass)]
+        )
+        if (
+            active_pass is not None
+            and active_pass.route is Route.tiled
+            and len(banks) <= 1
+            and self._is_gated()
+        ):
             sites = [
                 ExpertSite(
                     self._stacked_weight(site), banks[0].group(site.name, x_TD.device) if banks else None
@@ -192,20 +210,24 @@ class ExpertGroup:
             ]
             if banks or all(map(multiplies_at_once, sites)):
                 current = self.current_pass
-                current.row_jobs = current.row_jobs or _row_owners(bound.microbatch, len(x_TD), x_TD.device)
+                current.row_jobs = current.row_jobs or _row_owners(
+                    active_pass.microbatch, len(x_TD), x_TD.device
+                )
                 owner_T, jobs = current.row_jobs
                 if banks:
                     numbers_J = banks[0].adapter_indices(jobs, x_TD.device)
                 else:
                     numbers_J = owner_T.new_full((len(jobs),), -1)
                 with suppress(KernelsFailed):
-                    return lora_experts(x_TD, experts_Tk, weights_Tk, bound.anchor, sites, owner_T, numbers_J)
-        if bound is None or not banks:
+                    return lora_experts(
+                        x_TD, experts_Tk, weights_Tk, active_pass.anchor, sites, owner_T, numbers_J
+                    )
+        if active_pass is None or not banks:
             return plain_forward(x_TD, experts_Tk, weights_Tk)
         gate_up, down = (
             ExpertSite(
                 self._stacked_weight(site),
-                parts=[part for bank in self.banks.values() for part in bank.parts(site.name, bound)],
+                parts=[part for bank in self.banks.values() for part in bank.parts(site.name, active_pass)],
             )
             for site in self.sites
         )
@@ -216,18 +238,18 @@ class ExpertGroup:
         return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
 
     def _is_gated(self) -> bool:
-        """Whether the kernels support the experts' activation."""
+        """Return whether the kernels support the experts' activation, which must be SwiGLU."""
         return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 
 def _row_owners(
     microbatch: Microbatch, rows: int, device: torch.device
 ) -> tuple[Tensor, tuple[str | None, ...]]:
-    jobs: dict[str | None, int] = {None: 0}
+    index_by_job: dict[str | None, int] = {None: 0}
     owner_T = torch.zeros(rows, dtype=torch.int32)
     for segment in microbatch.segments:
-        owner_T[segment.rows] = jobs.setdefault(segment.adapter_job, len(jobs))
-    return to_device(owner_T, device), tuple(jobs)
+        owner_T[segment.rows] = index_by_job.setdefault(segment.adapter_job, len(index_by_job))
+    return to_device(owner_T, device), tuple(index_by_job)
 
 
 def expert_groups(
@@ -248,12 +270,12 @@ def site_groups(
     """Return a dict from the name of each linear to its group: one of `groups`, or the linear alone."""
     shapes = {site.name: site for site in sites if not site.experts}
     grouped = {name for names in groups for name in names}
-    found: dict[str, SiteGroup] = {}
+    group_by_site: dict[str, SiteGroup] = {}
     for names in (*map(tuple, groups), *((name,) for name in shapes if name not in grouped)):
         frozen = _stack_weights([modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
         group = SiteGroup(tuple(shapes[name] for name in names), frozen, current_pass)
-        found |= dict.fromkeys(names, group)
-    return found
+        group_by_site |= dict.fromkeys(names, group)
+    return group_by_site
 
 
 def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
@@ -272,7 +294,8 @@ def _stack_weights(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen
 
 
 def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
-    """Return the stacked weights of modules of which at least one is not a plain matrix."""
+    """Return the stacked weights of modules of which at least one stores its weight in another form than a
+    matrix, such as quantised."""
     outputs = [cast(int, module.out_features) for module in modules]
     weights: list[Weight] = [
         module.frozen_weight() if isinstance(module, WeightHolder) else cast(Tensor, module.weight)

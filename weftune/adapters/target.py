@@ -1,4 +1,5 @@
-"""The adapter keys that all kinds share, such as `targets` and `layers`. This module imports no torch."""
+"""The keys of adapters in a jobs file that all kinds share, such as `targets` and `layers`. This module
+imports no torch."""
 
 from __future__ import annotations
 
@@ -60,14 +61,15 @@ class TargetSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the kind. It is imported only for training, because it needs torch."""
+    """Import path `package.module:Class` of the kind. It is imported only for training, because it needs
+    torch."""
     peft_type: ClassVar[str | None] = None
     """PEFT's name for the kind. None if PEFT does not have it."""
     is_mergeable: ClassVar[bool] = True
     """Whether adapters of the kind can be merged into the weights of a base."""
-    dense: ClassVar[bool] = False
+    is_dense: ClassVar[bool] = False
     """Whether an adapter has at least as many parameters as its target modules have weights."""
-    served: ClassVar[bool] = False
+    is_served: ClassVar[bool] = False
     """Whether vLLM loads the adapter files of the kind."""
     runs_on_shards: ClassVar[bool] = False
     """Whether the kind supports layers that are divided into shards. Its parameters at a linear are then
@@ -146,27 +148,27 @@ class TargetSpec:
         """Whether a vector that maps the last hidden state of a sample to a scalar value is trained too."""
         return False
 
-    def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
+    def shapes_outside_linears(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of parameters that belong to no linear, such as virtual tokens, for a base or
         stage with the linears `sites`."""
         return {}
 
-    def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+    def embedding_row_shapes(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return the shapes of trained rows of the embedding: {path of the embedding: {name: shape}}."""
         path = embedding_path(sites) if self.trained_tokens else None
         return {} if path is None else {path: {TOKENS: (len(self.trained_tokens), embedding_width(sites))}}
 
-    def shapes_in_head(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+    def scalar_head_shapes(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """Return the scalar head's shape, {module: {name: shape}}. Empty unless `sites` include the last
         layer."""
-        width = last_width(sites) if self.scalar_head else 0
+        width = last_hidden_width(sites) if self.scalar_head else 0
         return {SCORE: {HEAD: (width,)}} if width else {}
 
     def parameter_counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
-        """Yield (module, number of trained values). The module is empty for values that belong to no single
-        one."""
-        yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
-        for path, shapes in {**self.shapes_in_embedding(sites), **self.shapes_in_head(sites)}.items():
+        """Yield (module path, number of trained values) for every module with trained values. The path is
+        empty for values that belong to no single module."""
+        yield "", sum(map(math.prod, self.shapes_outside_linears(sites).values()))
+        for path, shapes in {**self.embedding_row_shapes(sites), **self.scalar_head_shapes(sites)}.items():
             yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
@@ -189,7 +191,8 @@ class TargetSpec:
         return 0
 
     def rank_at(self, name: str) -> int:
-        """Return the rank of the adapter at a linear, or 0. The time of the adapter is estimated from it."""
+        """Return the rank of the adapter at a linear, from which its time is estimated. 0 for kinds without a
+        rank."""
         return 0
 
 
@@ -211,7 +214,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
         return frozenset({layers})
     if not isinstance(layers, str):
         return frozenset(layers)
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in layers.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if bounds is None:
@@ -221,8 +224,8 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
             raise ValueError(f"{part.strip()!r} ends before it begins")
         if high >= MAX_LAYERS:
             raise ValueError(f"{part.strip()!r} goes beyond the layers of any base")
-        found |= set(range(low, high + 1))
-    return frozenset(found)
+        numbers |= set(range(low, high + 1))
+    return frozenset(numbers)
 
 
 def embedding_path(sites: Sequence[SiteShape]) -> str | None:
@@ -241,7 +244,7 @@ def embedding_width(sites: Sequence[SiteShape]) -> int:
     return _most_common_width(_first_layer(sites))
 
 
-def last_width(sites: Sequence[SiteShape]) -> int:
+def last_hidden_width(sites: Sequence[SiteShape]) -> int:
     """Return the width of the last hidden states: the input width of most linears of the last layer, or the
     output width of a projection after it (OPT). 0 if `sites` has no linear of the last layer."""
     width = _most_common_width(site for site in sites if site.in_last_layer)

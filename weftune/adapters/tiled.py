@@ -123,31 +123,31 @@ class TiledBank:
         graph can be replayed while they are equal."""
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
-    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, active_pass: Pass) -> Tensor:
         """Compute the concatenated outputs of all linears of the group, with every job's adapter, plus the
         residual."""
-        assert bound.rows is not None, "the rows have no slots"
+        assert active_pass.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,
             frozen.weight,
             frozen.bias_N,
             residual_TN,
-            bound.anchor,
+            active_pass.anchor,
             self._table_group(x_TK),
-            bound.rows,
-            bound.training,
-            bound.choices,
-            bound.graph_only,
+            active_pass.rows,
+            active_pass.training,
+            active_pass.choices,
+            active_pass.graph_only,
         )
 
-    def timing_trial(self, frozen: Frozen, residual: bool, bound: Pass) -> PlanTrial | None:
+    def timing_trial(self, frozen: Frozen, residual: bool, active_pass: Pass) -> PlanTrial | None:
         """Return the trial that measures which kernels are fastest for `linear`, for compilation ahead of
         time. None if no trial is needed."""
         weight = frozen.weight
-        if bound.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
+        if active_pass.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None
         like = weight if isinstance(weight, Tensor) else weight.empty_rows
-        return plan_trial(weight, residual, self._table_group(like), bound.rows, like.dtype)
+        return plan_trial(weight, residual, self._table_group(like), active_pass.rows, like.dtype)
 
     def _table_group(self, example: Tensor) -> Group:
         if self._tables is None:
@@ -175,7 +175,7 @@ class TiledBank:
             self._drops,
             g_out=scale_table(count, self._slots, device) if self._scales_out else None,
             g_in=scale_table(count, self._slots, device) if self._scales_in else None,
-            has_row_lengths=self._lengths,
+            has_dora=self._lengths,
             computed_table=computed_table(count, self._slots, device) if self._computes else None,
         )
         for slot, parts in self._parts.values():

@@ -51,7 +51,8 @@ class TrainedTokens:
 
 
 def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """Return the hidden states `h` with these rows inserted at the start of every sample of the segment."""
+    """Return the hidden states `h` with the virtual tokens `rows_ID` inserted at the start of every sample of
+    the segment."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -75,12 +76,12 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
     return None
 
 
-def fill_tokens(new: NewAdapter) -> None:
+def fill_tokens(new_adapter: NewAdapter) -> None:
     """Initialise trained token rows with the base's embeddings."""
-    ids = new.adapter.spec.trained_tokens
-    for (site, name), value in new.parameters.items():
+    ids = new_adapter.adapter.spec.trained_tokens
+    for (site, name), value in new_adapter.parameters.items():
         if name == TOKENS:
-            weight_VD = new.weight_at(site)
+            weight_VD = new_adapter.weight_at(site)
             value.copy_(weight_VD[torch.tensor(ids, device=weight_VD.device)])
 
 
@@ -97,7 +98,8 @@ def merge_tokens(
 
 
 def refuse_other_tokens(folder: object, folder_spec: Any, spec: Any) -> None:
-    """Raise if the adapter in a folder and the job initialised from it train different tokens."""
+    """Raise AdapterError if the adapter in a folder and the job initialised from it train different
+    tokens."""
     if folder_spec.trained_tokens != spec.trained_tokens:
         raise AdapterError(
             f"{folder} trains the embeddings of the tokens {list(folder_spec.trained_tokens)}, the job those "

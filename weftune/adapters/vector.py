@@ -66,13 +66,13 @@ class VectorLayout:
         """All parameters, as (index, start in the flat vector), in runs of equal shapes and equal distances,
         usually those of one module in every layer. One call creates all views of a run, which saves time for
         the hundreds of parameters of an adapter."""
-        alike: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
+        runs_by_shape: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
         for index, parameter in enumerate(self.parameters):
             kind = parameter.shape, parameter.name, parameter.site.rpartition(".")[2]
-            run = alike.setdefault(kind, [])
+            run = runs_by_shape.setdefault(kind, [])
             if len(run) > 1 and start - run[-1][1] != run[1][1] - run[0][1]:
-                run = alike[kind] = []
+                run = runs_by_shape[kind] = []
             if not run:
                 runs.append(run)
             run.append((index, start))
@@ -83,15 +83,17 @@ class VectorLayout:
         """Return the parameters in `vector` by (site, name), as views of its memory."""
         assert vector.shape == (self.size,), "the vector does not fit the layout"
         assert vector.is_contiguous()
-        found: list[Tensor] = [vector] * len(self.parameters)
+        parameter_views: list[Tensor] = [vector] * len(self.parameters)
         for run in self._contiguous_runs:
             (first, start), apart = run[0], run[1][1] - run[0][1] if len(run) > 1 else 0
             shape = self.parameters[first].shape
             strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
             views = vector.as_strided((len(run), *shape), (apart, *strides), vector.storage_offset() + start)
             for (index, _), view in zip(run, views.unbind(), strict=True):
-                found[index] = view
-        return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
+                parameter_views[index] = view
+        return {
+            (one.site, one.name): view for one, view in zip(self.parameters, parameter_views, strict=True)
+        }
 
     def slice_vector(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
         """Return a flat vector of this layout with the values from `vector`. `other_layout`, the layout of

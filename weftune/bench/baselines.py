@@ -97,7 +97,8 @@ def peft_one_by_one(
 
 
 def quantise_nf4(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the linears of the layers by linears of bitsandbytes, which PEFT supports."""
+    """Replace the linears of all layers in place by NF4 linears of bitsandbytes, to which PEFT can add
+    adapters."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for path, linear in list(model.named_modules()):
@@ -133,7 +134,7 @@ def peft_model(size: Size, rank: int, hardware: Hardware, float32_adapters: bool
 
 def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
     """Return a function that makes an optimizer step, on the same unpadded samples each time."""
-    optimizer = adamw(model)
+    optimizer = make_adamw(model)
 
     def step() -> None:
         model(input_ids=ids_BL, labels=ids_BL, use_cache=False).loss.backward()
@@ -143,7 +144,7 @@ def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
     return step
 
 
-def adamw(model: Any) -> torch.optim.AdamW:
+def make_adamw(model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
 
@@ -157,7 +158,7 @@ def peft_padded(
     user would load them one by one.
     """
     model = peft_model(size, rank, hardware, float32_adapters=False)
-    optimizer = adamw(model)
+    optimizer = make_adamw(model)
     batches = [[_padded_step(size, lengths, hardware) for lengths in jobs] for jobs in rounds]
 
     def one_round(number: int) -> None:

@@ -151,21 +151,21 @@ def main() -> None:
     )
 
 
-def table(before: ChurnState, after: ChurnState) -> str:
+def table(state_before: ChurnState, state_after: ChurnState) -> str:
     def memory(name: str, first: int, last: int) -> tuple[str, str, str, str]:
         change = growth_ratio(first, last)
         verdict = "" if change <= ALLOWED_GROWTH else f"over {ALLOWED_GROWTH:.0%}"
         return name, number(first, ".3f", 1e-9), number(last, ".3f", 1e-9), f"{change:+.2%} {verdict}".strip()
 
     again = ""
-    if before.captures is not None and after.captures is not None:
-        again = f"{after.captures - before.captures} in the third walk"
+    if state_before.captures is not None and state_after.captures is not None:
+        again = f"{state_after.captures - state_before.captures} in the third walk"
     return aligned(
         ("no job attached", "before", "after", ""),
         [
-            memory("GB allocated", before.allocated_bytes, after.allocated_bytes),
-            memory("GB reserved", before.reserved_bytes, after.reserved_bytes),
-            ("captures", number(before.captures, "d", 1), number(after.captures, "d", 1), again),
+            memory("GB allocated", state_before.allocated_bytes, state_after.allocated_bytes),
+            memory("GB reserved", state_before.reserved_bytes, state_after.reserved_bytes),
+            ("captures", number(state_before.captures, "d", 1), number(state_after.captures, "d", 1), again),
         ],
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weftune.bench.baselines import BaselineWork, adamw, peft_model
+from weftune.bench.baselines import BaselineWork, make_adamw, peft_model
 from weftune.bench.processes import ProcessTask, first_line, run_in_process
 from weftune.bench.sizes import random_ids
 from weftune.bench.timing import Hardware, MeasuredStep, measure, repeat_step, reset_memory
@@ -31,7 +31,7 @@ def peft_with_liger(task: ProcessTask) -> MeasuredStep:
 
 
 def find_missing_package(hardware: Hardware) -> str:
-    """Return why Liger cannot run on this machine; empty if it can."""
+    """Return a sentence that says why Liger cannot run on this machine. Empty if it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
     if hardware.device.type != "cuda":
@@ -88,7 +88,7 @@ def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
     positions_1T = None
     if work.batch > 1:
         positions_1T = torch.arange(work.length, device=task.hardware.device).repeat(work.batch)[None]
-    optimizer = adamw(model)
+    optimizer = make_adamw(model)
 
     def step() -> None:
         model(input_ids=ids_1T, position_ids=positions_1T, labels=ids_1T, use_cache=False).loss.backward()

@@ -102,13 +102,13 @@ def _run_children(function: Callable[[Any], Answer], count: int) -> list[Answer]
 
 def _collect_answers(answers: Any, count: int) -> list[Answer]:
     deadline = time.monotonic() + 2 * WAIT_SECONDS
-    heard: list[Answer] = []
-    while len(heard) < count:
+    collected: list[Answer] = []
+    while len(collected) < count:
         try:
-            heard.append(answers.get(timeout=max(0.1, deadline - time.monotonic())))
+            collected.append(answers.get(timeout=max(0.1, deadline - time.monotonic())))
         except queue.Empty:
-            return [*heard, Answer(problem="a process gave no answer")]
-    return heard
+            return [*collected, Answer(problem="a process gave no answer")]
+    return collected
 
 
 def _run_child(function: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
@@ -124,7 +124,8 @@ def _run_child(function: Callable[[Any], Answer], barrier: Any, answers: Any) ->
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether the error is a lack of memory, for which cuBLAS and the driver have other messages."""
+    """Return whether the error is a lack of memory, which torch, cuBLAS and the driver report with different
+    messages."""
     words = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "ALLOC_FAILED" in words
 

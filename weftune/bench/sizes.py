@@ -54,21 +54,21 @@ class Size:
         down = (self.intermediate, self.hidden)
         if self.experts:
             qkv = (self.hidden, self.query_width), (self.hidden, kv), (self.hidden, kv)
-            return *qkv, o, *self.active * self.expert
+            return *qkv, o, *self.active * self.expert_sites
         if self.family == "phi3":
             return o, (self.hidden, self.query_width + 2 * kv), (self.hidden, 2 * self.intermediate), down
         gate = (self.hidden, self.intermediate)
         return (self.hidden, self.query_width), (self.hidden, kv), (self.hidden, kv), o, gate, gate, down
 
     @property
-    def expert(self) -> tuple[tuple[int, int], ...]:
+    def expert_sites(self) -> tuple[tuple[int, int], ...]:
         """In and out features of the linears of one expert: gate and up, which are fused, and down."""
         return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
 
     @property
     def layer_weights(self) -> int:
         """Number of weights of a layer, all experts included."""
-        resting = max(0, self.experts - self.active) * sum(k * n for k, n in self.expert)
+        resting = max(0, self.experts - self.active) * sum(k * n for k, n in self.expert_sites)
         return sum(k * n for k, n in self.sites) + resting
 
 

@@ -58,11 +58,14 @@ class JobSamples:
         placed = group_samples(self.batch_samples(first, end), self.samples.group_size)
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
-    def batch_samples(self, first: int, end: int) -> tuple[PlacedSample, ...]:
+    def batch_samples(self, first_sample: int, end_sample: int) -> tuple[PlacedSample, ...]:
         """Return consecutive samples as one batch."""
-        lengths = self.samples.lengths[first:end].tolist()
+        lengths = self.samples.lengths[first_sample:end_sample].tolist()
         offsets = np.cumsum([0, *lengths[:-1]]).tolist()
-        return tuple(PlacedSample(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
+        return tuple(
+            PlacedSample(*item)
+            for item in zip(range(first_sample, end_sample), lengths, offsets, strict=True)
+        )
 
 
 class AttachedJobs:

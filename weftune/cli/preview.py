@@ -103,9 +103,9 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue
         held_out = prepared.evaluation.fingerprint if prepared.evaluation is not None else ""
-        if job.objective.prompts:
+        if job.objective.supervises_prompts:
             prepared = prepared.supervise_prompts()
-        key = (prepared.train.fingerprint, held_out, job.objective.prompts)
+        key = (prepared.train.fingerprint, held_out, job.objective.supervises_prompts)
         others = found[key].jobs if key in found else ()
         found[key] = SharedSamples((*others, job.name), prepared)
     if mistakes:

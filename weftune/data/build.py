@@ -272,24 +272,24 @@ def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedCh
     """Tokenise one chunk of rows. The function is called in the main process or in a worker process."""
     rules, format = shared
     tally = Tally(rows=len(rows))
-    good: list[tuple[int, Content]] = []
-    bad: list[tuple[int, dict[str, Any]]] = []
+    valid_rows: list[tuple[int, Content]] = []
+    bad_rows: list[tuple[int, dict[str, Any]]] = []
     for at, row in enumerate(rows):
         try:
-            good.append((at, _read_content(row, format, rules.spec)))
+            valid_rows.append((at, _read_content(row, format, rules.spec)))
         except BadRow as problem:
-            bad.append((at, problem.to_json()))
+            bad_rows.append((at, problem.to_json()))
     samples: list[Sample] = []
     hashes: list[int] = []
-    outcomes = Tokeniser(rules, tally).outcomes([content for _, content in good])
-    for (at, _), outcome in zip(good, outcomes, strict=True):
+    outcomes = Tokeniser(rules, tally).outcomes([content for _, content in valid_rows])
+    for (at, _), outcome in zip(valid_rows, outcomes, strict=True):
         if isinstance(outcome, BadRow):
-            bad.append((at, outcome.to_json()))
+            bad_rows.append((at, outcome.to_json()))
             continue
         hashes += [row_hash(rows[at].value)] * len(outcome)
         samples += outcome
-    tally.skipped = len(bad)
-    return TokenisedChunk(_to_arrays(samples, hashes), bad, tally)
+    tally.skipped = len(bad_rows)
+    return TokenisedChunk(_to_arrays(samples, hashes), bad_rows, tally)
 
 
 def _to_arrays(samples: list[Sample], hashes: list[int]) -> dict[str, NDArray[Any]]:

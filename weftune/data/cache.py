@@ -33,8 +33,8 @@ ARRAYS = {
     "rows": "<u8",
     "desirable": "|b1",
 }
-"""Maps each file name of a store to the dtype of its values. Tokens and masks of all samples are
-concatenated; all other files have one value per sample."""
+"""Maps the name of each array of a store, and so of its file, to the dtype of its values. `tokens` and `mask`
+concatenate those of all samples; all other arrays have one value per sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
 STALE_AFTER_SECONDS = 24 * 3600
@@ -66,8 +66,8 @@ class Tally:
                 setattr(self, one.name, getattr(self, one.name) + getattr(other_tally, one.name))
 
     def notes(self, label: str | None, max_tokens: int) -> list[str]:
-        """Return a sentence about each count above 0. `label` is the name of the table, given if there are
-        several tables."""
+        """Return a sentence for the user for each outcome that occurred, such as skipped or truncated rows.
+        `label` is the name of the table, given if there are several tables."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         notes = []
         if self.skipped:

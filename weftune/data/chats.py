@@ -42,10 +42,10 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...] | None
     """Supervised characters as [start, stop) spans. None means all characters."""
-    parted: bool = False
+    prompt_differs: bool = False
     """Whether the generation prompt differs from the text that the template prints before an assistant's
     turn."""
-    endless: bool = False
+    lacks_end_token: bool = False
     """Whether a turn ends without an end-of-turn token."""
 
     @classmethod
@@ -81,8 +81,9 @@ def render_turns(chat: Chat, template: Renderer, end_strings: Collection[str]) -
         spans = [_find_turn(text, turn, end_strings) for turn in turns]
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(turns):
-            parted, endless = any(turn.parted for turn in turns), any(turn.endless for turn in turns)
-            return (Rendered(text, found, parted, endless),)
+            prompt_differs = any(turn.prompt_differs for turn in turns)
+            lacks_end_token = any(turn.lacks_end_token for turn in turns)
+            return (Rendered(text, found, prompt_differs, lacks_end_token),)
     return tuple(turns)
 
 
@@ -91,8 +92,8 @@ def _render_turn(chat: Chat, index: int, template: Renderer, end_strings: Collec
     text = template.render(chat.messages[: index + 1], chat.tools, prompt=False)
     given = template.render(chat.messages[:index], chat.tools, prompt=True)
     start = len(given)
-    parted = not text.startswith(given)
-    if parted:
+    prompt_differs = not text.startswith(given)
+    if prompt_differs:
         pairs = enumerate(zip(given, text, strict=False))
         start = next((index for index, (one, other) in pairs if one != other), len(text))
         before = template.render(chat.messages[:index], chat.tools, prompt=False)
@@ -103,7 +104,7 @@ def _render_turn(chat: Chat, index: int, template: Renderer, end_strings: Collec
             )
     bare = text.rstrip()
     ended = bare.endswith(tuple(end_strings)) and len(bare) > start
-    return Rendered(text, ((start, len(bare) if ended else len(text)),), parted, not ended)
+    return Rendered(text, ((start, len(bare) if ended else len(text)),), prompt_differs, not ended)
 
 
 def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple[int, int] | None:
@@ -127,7 +128,8 @@ def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple
 
 
 def equivalent_chats(chat: Chat) -> Iterator[Chat]:
-    """Yield equivalent forms of a chat. The first is the chat itself, which is used at inference."""
+    """Yield the chat itself, the form used at inference, and then equivalent forms for templates that cannot
+    print it."""
     yield chat
     useful = [
         change
@@ -147,7 +149,7 @@ def _rename_developer_role(message: Message) -> Message:
 
 
 def _replace_null(message: Message) -> Message:
-    """Replace null content, as in messages with tool calls, by an empty text, which more templates can
+    """Replace null content, as in messages with tool calls, by an empty string, which more templates can
     print."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
@@ -254,11 +256,11 @@ def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str,
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the tool call with another name and, if the call has arguments, the call with other arguments."""
     body = _call_function(call)
-    changes: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
+    changed_functions: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")
     if arguments:
-        changes.append({"arguments": _extend_arguments(arguments)})
-    for change in changes:
+        changed_functions.append({"arguments": _extend_arguments(arguments)})
+    for change in changed_functions:
         changed = {**body, **change}
         yield {**call, "function": changed} if body is not call else changed
 

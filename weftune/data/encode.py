@@ -78,18 +78,20 @@ class Encoder:
     def encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return the tokens of users' texts, each tokenised as the beginning of a sample."""
         # Without offsets, which would take longer than the tokens.
-        parts = self._reset_tokenizer(parse=False).encode_batch_fast(list(texts), add_special_tokens=False)
+        parts = self._reset_tokenizer(parses_special_tokens=False).encode_batch_fast(
+            list(texts), add_special_tokens=False
+        )
         return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def encode_continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Tokenise texts that are appended to other texts, so that the tokenizer adds no leading space."""
         if not self._prefixes:
             return self.encode_texts(texts)
-        return [part.tokens for part in self._encode_continuations(texts, parse=False)]
+        return [part.tokens for part in self._encode_continuations(texts, parses_special_tokens=False)]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of texts that a chat template printed."""
-        return self._encode(texts, parse=True)
+        return self._encode(texts, parses_special_tokens=True)
 
     def encode_with_placeholders(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
         """Return the tokens of a text that a template printed, split at every placeholder.
@@ -107,11 +109,13 @@ class Encoder:
         for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
             if piece in placeholders:
-                (part,) = self._encode_continuations([placeholders[piece]], parse=False)
+                (part,) = self._encode_continuations([placeholders[piece]], parses_special_tokens=False)
                 starts.append(np.full(len(part.tokens), start))
                 stops.append(np.full(len(part.tokens), stop))
             else:
-                (part,) = (self._encode if start == 0 else self._encode_continuations)([piece], parse=True)
+                (part,) = (self._encode if start == 0 else self._encode_continuations)(
+                    [piece], parses_special_tokens=True
+                )
                 starts.append(part.starts + start)
                 stops.append(part.stops + start)
             tokens.append(part.tokens)
@@ -129,33 +133,36 @@ class Encoder:
         token: str = self._backend.id_to_token(int(encoded.tokens[after]))
         return bool(stop_before < boundary) and token.startswith(SPACE_MARKS)
 
-    def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
+    def _encode(self, texts: Sequence[str], *, parses_special_tokens: bool) -> list[Encoded]:
         if not texts:
             return []
-        parts = self._reset_tokenizer(parse).encode_batch(list(texts), add_special_tokens=False)
+        parts = self._reset_tokenizer(parses_special_tokens).encode_batch(
+            list(texts), add_special_tokens=False
+        )
         return [_to_encoded(part.ids, part.offsets) for part in parts]
 
-    def _reset_tokenizer(self, parse: bool) -> Any:
+    def _reset_tokenizer(self, parses_special_tokens: bool) -> Any:
         """Reset the settings of the Rust tokenizer, which persist between calls, and return it. It parses
-        special tokens only if `parse`, and neither truncates nor pads."""
+        special tokens only if `parses_special_tokens`, and neither truncates nor pads."""
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = not parse
+        self._backend.encode_special_tokens = not parses_special_tokens
         return self._backend
 
-    def _encode_continuations(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
+    def _encode_continuations(self, texts: Sequence[str], *, parses_special_tokens: bool) -> list[Encoded]:
         if not self._prefixes:
-            return self._encode(texts, parse=parse)
+            return self._encode(texts, parses_special_tokens=parses_special_tokens)
         # Neither anchor merges with the text after it: a letter before a space, a line break before anything
         # else.
         anchors = ["x" if text[:1].isspace() else "\n" for text in texts]
         anchored = self._encode(
-            [anchor + text for anchor, text in zip(anchors, texts, strict=True)], parse=parse
+            [anchor + text for anchor, text in zip(anchors, texts, strict=True)],
+            parses_special_tokens=parses_special_tokens,
         )
         parts = []
         for text, part in zip(texts, anchored, strict=True):
             if np.any((part.starts < 1) & (part.stops > 1)):
-                parts += self._encode([text], parse=parse)
+                parts += self._encode([text], parses_special_tokens=parses_special_tokens)
                 continue
             kept = part.starts >= 1
             parts.append(Encoded(part.tokens[kept], part.starts[kept] - 1, part.stops[kept] - 1))
@@ -170,7 +177,9 @@ class Encoder:
         return ()
 
     def _adds_leading_space(self) -> bool:
-        alone, line, after = (part.tokens.tolist() for part in self._encode(["x", "\n", "\nx"], parse=True))
+        alone, line, after = (
+            part.tokens.tolist() for part in self._encode(["x", "\n", "\nx"], parses_special_tokens=True)
+        )
         return after[len(line) :] != alone
 
 
@@ -180,21 +189,22 @@ def _to_encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
 
 
 def replace_control_tokens(value: Any, control_pattern: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
-    """Replace control tokens by private-use characters. Return the value and each character's token."""
+    """Replace control tokens in all strings of `value` by private-use characters. Return the new value, and a
+    dict from each of these characters to the control token that it replaces."""
     used = set(json.dumps(value, ensure_ascii=False, default=str))
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     placeholders: dict[str, str] = {}
-    chosen: dict[str, str] = {}
+    character_by_token: dict[str, str] = {}
 
     def replace_match(match: re.Match[str]) -> str:
         found = match.group()
-        if found not in chosen:
+        if found not in character_by_token:
             character = next(free, None)
             if character is None:
                 raise BadRow("the row holds control tokens and every private-use character")
-            chosen[found] = character
+            character_by_token[found] = character
             placeholders[character] = found
-        return chosen[found]
+        return character_by_token[found]
 
     def replace_nested(nested: Any) -> Any:
         if isinstance(nested, str):

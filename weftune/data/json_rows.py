@@ -105,7 +105,7 @@ def json_error_text(problem: Exception, line: str = "") -> str:
 
 
 def _error_reason(problem: json.JSONDecodeError) -> str:
-    """Return the decoder's message. The word `at` at the end of some messages is removed."""
+    """Return the message of a JSON error, without the word `at` with which some messages end."""
     return problem.msg.lower().removesuffix(" at")
 
 
@@ -132,7 +132,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
             window.expect(",")
         window.expect("]")
         if window.peek():
-            window.raise_mistake("something stands after the end of the array")
+            window.raise_error("something stands after the end of the array")
 
 
 class _TextWindow:
@@ -148,13 +148,13 @@ class _TextWindow:
         no longer in memory."""
         self.line = 1
 
-    def raise_mistake(self, sentence: str) -> NoReturn:
+    def raise_error(self, sentence: str) -> NoReturn:
         raise DataError(Mistake(f"{self._label}:{self.line}", sentence))
 
-    def _raise_mistake_at(self, position: int, sentence: str) -> NoReturn:
+    def _raise_error_at(self, position: int, sentence: str) -> NoReturn:
         """Raise DataError with the line and column of `position` in the text in memory."""
         self._skip_characters(position)
-        self.raise_mistake(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
+        self.raise_error(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
 
     def _read_more(self) -> bool:
         piece = self._file.read(max(CHUNK_SIZE, len(self._text) - self._at))
@@ -185,7 +185,7 @@ class _TextWindow:
     def expect(self, character: str) -> None:
         found = self.peek()
         if found != character:
-            self._raise_mistake_at(
+            self._raise_error_at(
                 self._at, f"expected {character!r}, found {found or 'the end of the file'!r}"
             )
         self._skip_characters(self._at + 1)
@@ -197,18 +197,18 @@ class _TextWindow:
                 # A number at the very end of the window may continue in the next piece.
                 if stop < len(self._text) or not self._read_more():
                     if is_deep_json(self._text[self._at : stop], value):
-                        self.raise_mistake(f"not usable JSON: {TOO_DEEP}")
+                        self.raise_error(f"not usable JSON: {TOO_DEEP}")
                     self._skip_characters(stop)
                     return value
             except json.JSONDecodeError as problem:
                 self._read_more_or_raise(problem)
             except (ValueError, RecursionError) as problem:
-                self.raise_mistake(json_error_text(problem))
+                self.raise_error(json_error_text(problem))
 
     def _read_more_or_raise(self, problem: json.JSONDecodeError) -> None:
         into_row = problem.pos - self._at  # `_read_more` moves the text in memory
         cut_short = problem.msg.startswith("Unterminated") or problem.pos >= len(self._text) - 16
         if len(self._text) - self._at > MAX_ROW_SIZE:
-            self.raise_mistake(f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
+            self.raise_error(f"the row is longer than {MAX_ROW_SIZE // 2**20} MiB")
         if not cut_short or not self._read_more():
-            self._raise_mistake_at(self._at + into_row, _error_reason(problem))
+            self._raise_error_at(self._at + into_row, _error_reason(problem))

@@ -40,14 +40,16 @@ def read_batches(path: Path, memory_mapped: bool = False) -> Iterator[pyarrow.Re
 
 
 def refuse_expansion(path: Path, label: str) -> None:
-    """Raise DataError for a file that expands too much or that cannot be read to its end."""
+    """Raise DataError for a file whose content would be too large when decompressed, or that cannot be read
+    completely."""
     status = path.stat()
     _check_file(path, label, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
-    """Check a file. The result is cached until the file changes, since rows are read several times."""
+    """Check the decompressed size of a file. The result is cached until the file changes, since rows are read
+    several times."""
     try:
         if _max_uncompressed_bytes(path) <= HARMLESS_BYTES:
             return
@@ -63,7 +65,7 @@ def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
 
 
 def count_bytes(path: str, max_bytes: int) -> int:
-    """Return the uncompressed bytes of the whole file. Raise DataError beyond `max_bytes`."""
+    """Return the uncompressed size in bytes of the whole file. Raise DataError if it exceeds `max_bytes`."""
     import pyarrow
 
     total = 0
@@ -85,8 +87,8 @@ def count_bytes(path: str, max_bytes: int) -> int:
 
 
 def _max_uncompressed_bytes(path: Path) -> int:
-    """Return an upper bound on the uncompressed bytes of a file, computed as if each value were as long as
-    its whole column."""
+    """Return an upper bound on the uncompressed size in bytes of a file, computed as if each value were as
+    long as its whole column."""
     import pyarrow
     import pyarrow.parquet
 
@@ -99,7 +101,7 @@ def _max_uncompressed_bytes(path: Path) -> int:
 
 
 def _column_chunks(metadata: Any) -> Iterator[tuple[int, int]]:
-    """Yield the number of values and the uncompressed bytes of every column in every row group."""
+    """Yield the number of values and the uncompressed size in bytes of every column in every row group."""
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for at in range(row_group.num_columns):

@@ -48,12 +48,12 @@ class Prepared:
     """Whether every evaluation row is also a training row."""
 
     def supervise_prompts(self) -> Prepared:
-        """Return the pairs with the prompts of chosen samples supervised too, as ORPO requires."""
+        """Return a copy in which the prompts of chosen samples are supervised too, as ORPO requires."""
         held_out = None if self.evaluation is None else self.evaluation.supervise_prompts()
         return replace(self, train=self.train.supervise_prompts(), evaluation=held_out)
 
     def remove_targets(self) -> Prepared:
-        """Return the samples without supervised tokens, as reward models require."""
+        """Return a copy without supervised tokens, as reward models require."""
         held_out = None if self.evaluation is None else self.evaluation.remove_targets()
         return replace(self, train=self.train.remove_targets(), evaluation=held_out)
 
@@ -192,7 +192,8 @@ def prepare(
 def check_rows(
     data: DataSpec, evaluation: EvalSpec | None, max_bytes: int, row_kind: RowKind = "answers"
 ) -> None:
-    """Check the rows of local files of at most `max_bytes`, as far as possible without a tokenizer."""
+    """Check the rows of local files of at most `max_bytes`, as far as possible without a tokenizer. Raise
+    DataError with all problems that are found."""
     _check_data(data, evaluation)
     paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
     paths += [] if evaluation is None or evaluation.path is None else [Path(evaluation.path)]

@@ -66,13 +66,13 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
     """Return whether the value is nested more than `max_depth` deep, without recursing any deeper."""
     if isinstance(value, Mapping):
-        inner: Collection[object] = value.values()
+        children: Collection[object] = value.values()
     elif isinstance(value, list | tuple):
-        inner = value
+        children = value
     else:
         return False
-    holds_more = any(issubclass(kind, Mapping | list | tuple) for kind in set(map(type, inner)))
-    return max_depth == 0 or (holds_more and any(is_nested_deeply(item, max_depth - 1) for item in inner))
+    holds_more = any(issubclass(kind, Mapping | list | tuple) for kind in set(map(type, children)))
+    return max_depth == 0 or (holds_more and any(is_nested_deeply(item, max_depth - 1) for item in children))
 
 
 def is_deep_json(text: str, value: object) -> bool:

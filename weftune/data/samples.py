@@ -90,7 +90,7 @@ class Samples:
         return np.concatenate([rows[chosen] for rows, chosen in self._rows])
 
     def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
-        """Return the order of training, with `batch_size` rows per global batch."""
+        """Return the order in which the samples are trained, with `batch_size` rows per global batch."""
         weights = None if self.weights is None else self.weights[:: self.group_size]
         return SampleOrder(self.rows, batch_size, seed, weights, self.group_size)
 
@@ -253,7 +253,7 @@ class SampleOrder:
         self._latest_epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of global batch `step`, counted from 1."""
+        """Return the indices of the samples of global batch `step`, counted from 1."""
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size
@@ -269,7 +269,7 @@ class SampleOrder:
         return whole + within * self._batch_size / self._per_epoch
 
     def rows_of_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the rows of an epoch, counted from 0, in order."""
+        """Return the indices of the rows of an epoch, counted from 0, in the order of training."""
         latest = self._latest_epoch  # two threads may request two epochs at once
         if latest is None or latest[0] != epoch:
             drawn = [self._always_shown]
@@ -282,8 +282,8 @@ class SampleOrder:
 
 
 def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[NDArray[np.int64], int], ...]:
-    """Return, for each weight with a fractional part, its samples in random order, and the number of them
-    that each epoch shows because of this part."""
+    """Return, for each sample weight with a fractional part, the indices of its samples in random order, and
+    the number of them that each epoch shows because of the fractional part."""
     circles = []
     for number, weight in enumerate(np.unique(weights)):
         part = float(weight) - float(np.floor(weight))

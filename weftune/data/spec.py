@@ -1,4 +1,4 @@
-"""The dataclasses for the keys `data` and `eval` of a job. This module imports neither tokenizers nor
+"""The dataclasses for the keys `data` and `eval` of a jobs file. This module imports neither tokenizers nor
 torch."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DataSpec:
     skip_bad_rows: bool = False
 
     def max_sample_tokens(self, context: int | None) -> int:
-        """Return the maximum number of tokens per sample on a base with this context."""
+        """Return the maximum number of tokens per sample on a base with the context length `context`."""
         longest = DEFAULT_MAX_LENGTH if self.max_length is None else self.max_length
         return longest if context is None else min(longest, context)
 
@@ -79,7 +79,8 @@ RESERVED_NAMES = (
     *("adapter", "data", "rows", "tokens", "loss", "perplexity", "token_accuracy", "mean_token_accuracy"),
     EXACT_MATCH,
 )
-"""Names in the results of evaluations that a function of the user cannot have."""
+"""Names that the results of evaluations already use. A metric function of the user cannot have one of
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class Template:
         self._special = json.dumps(
             {name: text for name, text in special_tokens.items() if isinstance(text, str)}
         )
-        self.prints_tools: bool = _template_facts(source, self._special)["prints_tools"]
+        self.prints_tools: bool = _fetch_template_properties(source, self._special)["prints_tools"]
 
     def render(
         self,
@@ -98,8 +98,8 @@ class Template:
     def render_chats(
         self, chats: Sequence[Chat], end_strings: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Render each chat to its samples, or return a BadRow. Without `end_strings`, all text is
-        supervised."""
+        """Render each chat. Return its samples, or a BadRow with the reason why it is unusable. Without
+        `end_strings`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), end_strings) if chats else []
         return [
             bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))
@@ -112,7 +112,7 @@ _REFUSED_TEMPLATES: dict[str, str] = {}
 
 
 @lru_cache(maxsize=8)
-def _template_facts(source: str, special_tokens: str) -> Any:
+def _fetch_template_properties(source: str, special_tokens: str) -> Any:
     return _run(template_properties, source, special_tokens)
 
 
@@ -259,7 +259,8 @@ def compile_template(source: str, special_tokens: str) -> SandboxedTemplate:
 
 
 def template_properties(source: str, special_tokens: str) -> dict[str, bool]:
-    """Return a dict with the properties of a template that are needed before any row is rendered."""
+    """Return a dict with the properties of a template that are needed before any row is rendered: whether it
+    prints tools."""
     return {"prints_tools": compile_template(source, special_tokens).prints_tools}
 
 

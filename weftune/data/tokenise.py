@@ -157,17 +157,17 @@ class Tokeniser:
         """Return the samples of a pair or of a labelled answer. Each of `sides` consists of the tokens of the
         prompt and all tokens. The answers of a pair begin where the first of them differs from the prompt, as
         in TRL, so both samples have the same prompt tokens."""
-        found: list[Sequence[Sample]] = []
+        side_samples: list[Sequence[Sample]] = []
         for side in sides:
             if isinstance(side, BadRow):
                 return side
-            found.append(side)
-        prompt_tokens = min(_common_prefix(*(one.tokens for one in side)) for side in found)
-        self._tally.parted_prompts += prompt_tokens < len(found[0][0].tokens)
+            side_samples.append(side)
+        prompt_tokens = min(_common_prefix(*(one.tokens for one in side)) for side in side_samples)
+        self._tally.parted_prompts += prompt_tokens < len(side_samples[0][0].tokens)
         desirable = content.desirable if isinstance(content, Labelled) else True
         return tuple(
             Sample(whole.tokens, np.arange(len(whole.tokens)) >= prompt_tokens, desirable)
-            for _, whole in found
+            for _, whole in side_samples
         )
 
     def _encode_chats(self, chats: Sequence[Chat]) -> list[Outcome]:
@@ -228,8 +228,8 @@ class Tokeniser:
             return tuple(_unmasked_sample(part.tokens) for part in encoded)
         samples = list(zip(row, encoded, strict=True))
         tally.split += len(row) > 1
-        tally.parted += any(one.parted for one in row)
-        tally.endless += any(one.endless for one in row)
+        tally.parted += any(one.prompt_differs for one in row)
+        tally.endless += any(one.lacks_end_token for one in row)
         tally.control += bool(chat.placeholders)
         tally.untold += chat.tools is not None and template is not None and not template.prints_tools
         tally.merged += any(
@@ -257,10 +257,10 @@ def _unmasked_sample(tokens: NDArray[np.int32]) -> Sample:
     return Sample(tokens, np.ones(len(tokens), dtype=bool))
 
 
-def _common_prefix(first: NDArray[np.integer], second: NDArray[np.integer]) -> int:
+def _common_prefix(first_tokens: NDArray[np.integer], second_tokens: NDArray[np.integer]) -> int:
     """Return the number of tokens with which both sequences begin."""
-    shorter = min(len(first), len(second))
-    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    shorter = min(len(first_tokens), len(second_tokens))
+    differing = np.flatnonzero(first_tokens[:shorter] != second_tokens[:shorter])
     return int(differing[0]) if len(differing) else shorter
 
 

@@ -69,17 +69,17 @@ class Workers:
     ) -> Iterator[tuple[Any, Any]]:
         """Yield each item with its result, in order; if a worker fails, `function` runs in this process."""
         known = _pickle_or_empty((function.__module__, function.__qualname__, shared_values))
-        waiting: deque[tuple[Any, Future[Any]]] = deque()
+        pending_items: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for item in items:
-                waiting.append((item, self._threads.submit(self._request_result, known, item)))
+                pending_items.append((item, self._threads.submit(self._request_result, known, item)))
                 # Enough to keep all workers busy without holding more rows in memory.
-                if len(waiting) > 2 * self._count:
-                    yield _run_item(function, shared_values, *waiting.popleft())
-            while waiting:
-                yield _run_item(function, shared_values, *waiting.popleft())
+                if len(pending_items) > 2 * self._count:
+                    yield _run_item(function, shared_values, *pending_items.popleft())
+            while pending_items:
+                yield _run_item(function, shared_values, *pending_items.popleft())
         finally:
-            for _, reply in waiting:
+            for _, reply in pending_items:
                 reply.cancel()
 
     def _request_result(self, shared_values: bytes, item: Any) -> bytes:
@@ -181,7 +181,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent decides
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     function: Work | None = None
-    shared: Any = None
+    shared_values: Any = None
     while (known := receive_bytes(stdin)) is not None:
         payload = receive_bytes(stdin)
         if payload is None:
@@ -189,8 +189,8 @@ def serve() -> None:
         reply = b""
         with suppress(Exception):
             if known:
-                module, name, shared = pickle.loads(known)
+                module, name, shared_values = pickle.loads(known)
                 function = getattr(import_module(module), name)
             if function is not None:
-                reply = pickle.dumps(function(shared, pickle.loads(payload)))
+                reply = pickle.dumps(function(shared_values, pickle.loads(payload)))
         send_bytes(stdout, reply)

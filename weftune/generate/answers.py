@@ -141,7 +141,7 @@ PAGE_SLACK = 64
 
 
 def cache_budget(device: torch.device) -> int:
-    """Return the bytes that a decoder's cache may take on a device on which nothing else runs."""
+    """Return the maximum size in bytes of a decoder's KV cache on a device on which nothing else runs."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.9)

@@ -33,10 +33,10 @@ RecurrentStates = dict[int, tuple[Tensor, Tensor]]
 """Maps a layer number to the state of its recurrence for one sequence."""
 
 
-def page_keys(adapter: str | None, weights: Hashable, tokens: Sequence[int]) -> list[PageKey]:
+def page_keys(adapter: str | None, weights_version: Hashable, tokens: Sequence[int]) -> list[PageKey]:
     """Return the key of every full page of a sequence that begins with these tokens. Two keys are equal only
-    if the adapter, the version of its `weights` and all tokens up to the page's end are equal."""
-    digest = hashlib.blake2b(repr((adapter, weights)).encode(), digest_size=16).digest()
+    if the adapter, the version of its weights and all tokens up to the page's end are equal."""
+    digest = hashlib.blake2b(repr((adapter, weights_version)).encode(), digest_size=16).digest()
     keys = []
     for end in range(PAGE_ROWS, len(tokens) + 1, PAGE_ROWS):
         own = np.asarray(tokens[end - PAGE_ROWS : end], dtype=np.int64).tobytes()
@@ -70,17 +70,19 @@ class PagePool:
     def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
         """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
         those pages that already hold the keys and values. Return None if there are not enough pages."""
-        known: list[int] = []
+        shared_pages: list[int] = []
         for key in keys:
             if (page := self._page_by_key.get(key)) is None:
                 break
-            known.append(page)
-        if count - len(known) > self.available_pages - sum(page in self._unused_pages for page in known):
+            shared_pages.append(page)
+        if count - len(shared_pages) > self.available_pages - sum(
+            page in self._unused_pages for page in shared_pages
+        ):
             return None
-        for page in known:
+        for page in shared_pages:
             self._unused_pages.pop(page, None)
             self._users[page] += 1
-        return known + [self._take_page() for _ in range(count - len(known))], len(known)
+        return shared_pages + [self._take_page() for _ in range(count - len(shared_pages))], len(shared_pages)
 
     def publish_page(self, page: int, key: PageKey) -> None:
         """Register a page whose rows have been computed under `key`, so that later sequences can share it."""
@@ -139,7 +141,8 @@ class CacheProbe:
         return itemsize * sum(shape.value_count for shape in self.layers.values())
 
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of the recurrent states of one sequence, which do not depend on its length."""
+        """Return the size in bytes of the recurrent states of one sequence, which does not depend on its
+        length."""
         return sum(tensor.nbytes for state in self.states for pair in state.values() for tensor in pair)
 
 

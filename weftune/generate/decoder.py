@@ -88,7 +88,7 @@ class Generation:
         no later token attends to it."""
         return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
 
-    def rows(self) -> list[int]:
+    def uncached_tokens(self) -> list[int]:
         """Return the tokens at the positions that are not cached yet. Virtual tokens appear as token 0."""
         if self.tokens:
             return self.tokens[-1:]
@@ -164,7 +164,7 @@ class Decoder:
             if attached.adapter.spec.scalar_head:
                 raise UserError("The adapter is a reward model, which gives rewards and no answers.")
             new.inserted_rows = 0 if attached.rows_before is None else len(attached.rows_before)
-            new.prefix_keys = attached.keys
+            new.prefix_keys = attached.prefix_keys
         context = self._base.shape.context
         if new.positions + 1 > context:
             raise UserError(
@@ -223,11 +223,11 @@ class Decoder:
     def _admit(self) -> list[Generation]:
         """Admit waiting sequences in order, while there are enough pages for the longest possible answer of
         each. A running sequence therefore never lacks memory. Return the admitted sequences."""
-        admitted: list[Generation] = []
+        admitted_sequences: list[Generation] = []
         rows = 0
         while self._waiting_sequences:
             new = self._waiting_sequences[0]
-            if admitted and rows + new.positions > self._max_prompt_rows:
+            if admitted_sequences and rows + new.positions > self._max_prompt_rows:
                 break
             if self._can_share_pages(new):
                 new.page_keys = page_keys(new.adapter, self._weights_version(new), new.prompt)
@@ -239,13 +239,13 @@ class Decoder:
             new.cached_prompt_positions = known * PAGE_ROWS
             new.cached_positions = max(new.cached_prompt_positions, new.prefix_keys)
             rows += new.positions - new.cached_positions
-            admitted.append(self._waiting_sequences.popleft())
+            admitted_sequences.append(self._waiting_sequences.popleft())
         # Sequences of one adapter are neighbours, as the rows of a job are in a microbatch.
-        admitted.sort(key=lambda one: one.adapter or "")
+        admitted_sequences.sort(key=lambda one: one.adapter or "")
         self._running_sequences = sorted(
-            self._running_sequences + admitted, key=lambda one: one.adapter or ""
+            self._running_sequences + admitted_sequences, key=lambda one: one.adapter or ""
         )
-        return admitted
+        return admitted_sequences
 
     def _can_share_pages(self, generation: Generation) -> bool:
         """Return whether the pages of the prompt can be shared with other sequences."""
@@ -303,7 +303,9 @@ class Decoder:
         if (ahead := self._prepared_step) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
-        return self._build_rows(batch, [one.rows() for one in batch], [one.cached_positions for one in batch])
+        return self._build_rows(
+            batch, [one.uncached_tokens() for one in batch], [one.cached_positions for one in batch]
+        )
 
     def _build_next_step(self, batch: Sequence[Generation]) -> StepAhead:
         """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
@@ -353,16 +355,19 @@ class Decoder:
         """Return the last hidden states [T, D]. `is_decode` says that every sequence has just one new row."""
         banks, device = self._adapted.banks, self._base.device
         pack = attention.pack(microbatch.sample_lengths, device)
-        cached: CachedRows | DecodedRows
+        cached_rows: CachedRows | DecodedRows
         if is_decode and device.type == "cuda" and not self._cache.is_recurrent:
-            cached = DecodedRows(self._cache, len(batch), max(len(one.pages) for one in batch), device)
-            cached.fill(sequences)
+            cached_rows = DecodedRows(self._cache, len(batch), max(len(one.pages) for one in batch), device)
+            cached_rows.fill(sequences)
         else:
-            cached = CachedRows(
-                self._cache, sequences, pack, lambda layer: _repeat_prefixes(banks.read_keys(layer), batch)
+            cached_rows = CachedRows(
+                self._cache,
+                sequences,
+                pack,
+                lambda layer: _repeat_prefixes(banks.read_prefix_keys(layer), batch),
             )
         with self._run_whole_layers(), banks.bind(microbatch, self._adapted.route, training=False):
-            return self._base.hidden(microbatch, replace(pack, cache=cached))
+            return self._base.hidden(microbatch, replace(pack, cache=cached_rows))
 
     def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:
         """Return the logits [B, V] of one row per sequence. They are computed separately for an adapter that
@@ -371,7 +376,9 @@ class Decoder:
         start = 0
         for adapter, run in groupby(batch, key=lambda one: one.adapter):
             stop = start + len(list(run))
-            own = self._adapted.banks.rows_in_head(Segment(adapter or "", 0, start, stop, adapter=adapter))
+            own = self._adapted.banks.trained_head_rows(
+                Segment(adapter or "", 0, start, stop, adapter=adapter)
+            )
             if own is not None:
                 logits_BV[start:stop] = self._head.logits(h_BD[start:stop], own)
             start = stop
@@ -386,7 +393,9 @@ class Decoder:
             first = stop - len(generation.prompt)
             targets = to_device(torch.tensor(generation.prompt[1:]), h_TD.device)
             job = generation.adapter or ""
-            own = self._adapted.banks.rows_in_head(Segment(job, 0, first, stop, adapter=generation.adapter))
+            own = self._adapted.banks.trained_head_rows(
+                Segment(job, 0, first, stop, adapter=generation.adapter)
+            )
             logprobs, _ = target_logprobs(h_TD[first : stop - 1], targets, self._head, own)
             generation.prompt_logprobs = logprobs.tolist()
 

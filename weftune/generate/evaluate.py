@@ -251,11 +251,11 @@ def score_pairs(
             scored[f"{BASE}\0{name}"] = one.for_base()
     rejected = {name: replace(one, samples=one.rejected) for name, one in scored.items() if one.rejected}
     differences: dict[str, list[float]] = {name: [] for name in scored}
-    chosen: dict[str, list[float]] = {name: [] for name in scored}
-    sums = sum_losses(answers, scored, show_progress, chosen)
+    chosen_logprobs: dict[str, list[float]] = {name: [] for name in scored}
+    sums = sum_losses(answers, scored, show_progress, chosen_logprobs)
     sum_losses(answers, rejected, show_progress, differences)
     for name, logps in differences.items():
-        logps[:] = [good - bad for good, bad in zip(chosen[name], logps, strict=True)]
+        logps[:] = [good - bad for good, bad in zip(chosen_logprobs[name], logps, strict=True)]
     rewards: dict[str, dict[str, float | None]] = {}
     for name, one in encoded.items():
         beta = _reward_scale(adapters[name]) if name in adapters else 0.0
@@ -284,7 +284,7 @@ def sum_losses(
 ) -> dict[str, EvaluationSums]:
     """Return for each adapter the sums of losses and of correct predictions over all its samples. If
     `logprobs` is given, the log-probability of every sample is appended to its adapter's list."""
-    scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.rows_in_head)
+    scorer = Scorer(answers.adapted.base.head(), answers.adapted.banks.trained_head_rows)
     sums: dict[str, EvaluationSums] = {}
     for h_TD, laid in run_passes(answers, encoded, show_progress):
         if logprobs is not None:
@@ -320,8 +320,8 @@ def run_passes(
 def refuse_mixed_kinds(
     reward_models: Mapping[str, EncodedRows], adapters: Mapping[str, Path], table: Table
 ) -> None:
-    """Raise AdapterError if an adapter is not a reward model, and DataError if rows are not preference
-    pairs."""
+    """Check that an evaluation with reward models has no other inputs: raise AdapterError if an adapter is
+    not a reward model, and DataError if the rows are not preference pairs."""
     first = adapters[next(iter(reward_models))]
     if others := [folder for name, folder in adapters.items() if name not in reward_models]:
         raise AdapterError(
@@ -341,7 +341,7 @@ def score_rewards(
 ) -> Iterator[AdapterScores]:
     """Yield for each reward model its loss on the pairs and the metrics that its training reports."""
     adapted = answers.adapted
-    scorer = Scorer(adapted.base.head(), adapted.banks.rows_in_head)
+    scorer = Scorer(adapted.base.head(), adapted.banks.trained_head_rows)
     for name in encoded:
         scorer.attach_head(adapted.banks, name)
     sides = (
@@ -421,8 +421,8 @@ def answer_rows(
     sentence that counts the prompts that are too long for the base, if there are any. A prompt that a chat
     template refuses is left out if `skip_bad_rows`, and an error otherwise."""
     context = answers.adapted.base.shape.context
-    asked: list[tuple[AnsweredRow, str, list[int]]] = []
-    kept: list[AnsweredRow] = []
+    answer_requests: list[tuple[AnsweredRow, str, list[int]]] = []
+    kept_rows: list[AnsweredRow] = []
     long = 0
     for row in rows:
         try:
@@ -434,25 +434,25 @@ def answer_rows(
         lengths = [len(prompts[name]) + one.virtual_rows + one.virtual_keys for name, one in encoded.items()]
         long += max(lengths) >= context
         if max(lengths) < context:
-            kept.append(row)
-            asked += [(row, name, tokens) for name, tokens in prompts.items()]
+            kept_rows.append(row)
+            answer_requests += [(row, name, tokens) for name, tokens in prompts.items()]
     done = 0
 
     def count_answer(answer: StreamedAnswer, text: str) -> None:
         nonlocal done
         if answer.finish_reason is not None:
             done += 1
-            show_progress("answers generated", done, len(asked))
+            show_progress("answers generated", done, len(answer_requests))
 
-    if asked:
-        prompts_only = [(name, tokens) for _, name, tokens in asked]
+    if answer_requests:
+        prompts_only = [(name, tokens) for _, name, tokens in answer_requests]
         found = answers.complete_prompts(prompts_only, Sampling(max_tokens=max_tokens), on_text=count_answer)
-        for (row, name, _), answer in zip(asked, found, strict=True):
+        for (row, name, _), answer in zip(answer_requests, found, strict=True):
             row.answers[name] = answer.text
     if not long:
-        return kept, []
+        return kept_rows, []
     count_text = f"{long:,} of {len(rows):,} prompts"
-    return kept, [f"{count_text} are longer than the base's {context:,} positions and have no answer."]
+    return kept_rows, [f"{count_text} are longer than the base's {context:,} positions and have no answer."]
 
 
 def encode_prompt_row(encoder: Encoder, row: AnsweredRow) -> list[int]:

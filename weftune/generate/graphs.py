@@ -29,7 +29,7 @@ from weftune.run.passes.rows import bucket
 MAX_SEQUENCES = 256
 """Maximum number of sequences in a captured step. With more, the time of launches does not matter."""
 LEAST_PAGES = 32
-"""Minimum number of pages of the longest sequence for which a graph is captured; more are rounded up to a
+"""Minimum number of pages per sequence for which a captured step has room. Larger numbers are rounded up to a
 power of two."""
 
 

@@ -24,7 +24,7 @@ from weftune.jobs.spec.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompts:
-    """The prompts of one job, which are the same at every evaluation."""
+    """The held-out prompts that one job answers at every evaluation, and the metric of the answers."""
 
     rows: tuple[AnsweredRow, ...]
     """Rows of the data that have a prompt, without answers of the job."""
@@ -62,17 +62,17 @@ def read_held_out(spec: JobSpec, prepared: Prepared, encoder: Encoder, context: 
         return None
     own = _set_template(encoder, spec.data.chat_template)
     most = min(longest_prompt(prepared), context - 1 - spec.adapter.keys_before)
-    found: list[tuple[AnsweredRow, tuple[int, ...]]] = []
+    encoded_rows: list[tuple[AnsweredRow, tuple[int, ...]]] = []
     for row in _held_out_rows(spec, spec.eval, prepared):
         tokens = tuple(encode_prompt_row(own, row))
         if len(tokens) + spec.adapter.rows_before <= most:
-            found.append((row, tokens))
-        if len(found) == spec.eval.generate.prompts:
+            encoded_rows.append((row, tokens))
+        if len(encoded_rows) == spec.eval.generate.prompts:
             break
-    if not found:
+    if not encoded_rows:
         sentence = f"no held-out row has a prompt of at most {most:,} tokens that could be answered"
         raise DataError(Mistake("eval.generate", f"{sentence}; leave it out"))
-    rows, tokens_of_rows = zip(*found, strict=True)
+    rows, tokens_of_rows = zip(*encoded_rows, strict=True)
     if spec.eval.metric == EXACT_MATCH and all(row.expected is None for row in rows):
         sentence = f"{EXACT_MATCH} needs expected answers, and none of the {len(rows)} prompts has one"
         raise DataError(Mistake("eval.metric", f"{sentence}; write a function as FILE.py:FUNCTION"))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weftune.core.batch import to_device
 from weftune.errors import UserError
-from weftune.ops.dropout import STRIDE, mix_bits, step_key, to_signed
+from weftune.ops.dropout import STRIDE, hash_bits, step_key, to_signed
 from weftune.ops.fallback import run_with_fallback
 from weftune.ops.sampling import Draw, sample_rows
 from weftune.ops.triton import kernels_available
@@ -148,7 +148,7 @@ def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     keys = torch.tensor([_random_key(row) for row in rows], dtype=torch.int32)
     key_B1 = to_device(keys, device)[:, None]
     count_V = torch.arange(1, scores_BV.shape[1] + 1, dtype=torch.int32, device=device)
-    bits_BV = mix_bits(count_V * to_signed(STRIDE) ^ key_B1)
+    bits_BV = hash_bits(count_V * to_signed(STRIDE) ^ key_B1)
     # Shifted arithmetically, the top 23 bits are a whole number from −2²² up to 2²² − 1. With 24 bits, the
     # largest would be rounded to 1 in float32, and its noise infinite.
     uniform_BV = ((bits_BV >> 9).to(scores_BV.dtype) + (2.0**22 + 0.5)) * 2.0**-23

@@ -101,7 +101,7 @@ def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> 
     """Return the samples as the job's reference policy reads them, or None if the objective needs no
     reference policy. They contain the virtual tokens of the job's adapter only if the policy starts from that
     adapter."""
-    if not spec.objective.reference:
+    if not spec.objective.needs_reference:
         return None
     return unprefixed_data if spec.adapter.init_from is None else data
 
@@ -109,7 +109,7 @@ def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> 
 def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
     """Return the samples in the form that the job's objective needs: with supervised prompts, without
     supervised tokens, or with mismatched prompts and answers."""
-    if spec.objective.prompts:
+    if spec.objective.supervises_prompts:
         data = data.supervise_prompts()
     if spec.objective.scalar_head:
         data = data.remove_targets()

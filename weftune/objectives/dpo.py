@@ -29,7 +29,7 @@ class Dpo:
     def metrics(self, scores: SampleScores) -> Tensor:
         ratios, beta = split_pairs(scores.log_ratios()), self._spec.beta
         rewards = PairScores(beta * ratios.chosen_P, beta * ratios.rejected_P)
-        return pair_metrics(rewards, split_pairs(scores.sums()))
+        return pair_metrics(rewards, split_pairs(scores.logprob_sums()))
 
     def _pair_losses(self, scores: SampleScores) -> Tensor:
         spec, ratios_B = self._spec, scores.log_ratios()

@@ -27,7 +27,7 @@ class Kto:
     def metrics(self, scores: SampleScores) -> Tensor:
         """Return the sums from which the spec computes the metrics: the number of desirable answers, rewards
         and log-probabilities of desirable and of undesirable answers, and the KL term of each sample."""
-        rewards_B, logps_B = self._spec.beta * scores.log_ratios(), scores.sums()
+        rewards_B, logps_B = self._spec.beta * scores.log_ratios(), scores.logprob_sums()
         chosen_B = logps_B.new_tensor(scores.is_desirable)
         rejected_B, kl_B = 1 - chosen_B, torch.full_like(chosen_B, scores.kl)
         rows = (

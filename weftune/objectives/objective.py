@@ -61,16 +61,16 @@ class SampleScores:
     reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched_samples` is
     set."""
 
-    def sums(self) -> Tensor:
+    def logprob_sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample, [B]."""
         return torch.stack([part.sum() for part in self.logprobs_S.split(self.counts)])
 
     def log_ratios(self) -> Tensor:
         """Return each sample's log-probability minus that under the reference policy, [B]."""
         assert self.references_B is not None
-        return self.sums() - self.references_B
+        return self.logprob_sums() - self.references_B
 
-    def answer_sums(self) -> Tensor:
+    def answer_logprob_sums(self) -> Tensor:
         """Return the sum of the log-probabilities of each sample's answer, [B]."""
         parts = zip(self.logprobs_S.split(self.counts), self.counts, self.answer_lengths, strict=True)
         return torch.stack([part[max(0, count - answer) :].sum() for part, count, answer in parts])
@@ -107,7 +107,8 @@ class Objective(Protocol):
         batch, which is the sum over its segments."""
 
     def evaluation_sums(self, scores: SampleScores) -> HeldOutSums:
-        """Return the sums over a job's held-out samples in one microbatch."""
+        """Return the sum of the loss over a job's held-out samples in one microbatch, and the number of
+        tokens, samples or pairs in the sum."""
 
     def metrics(self, scores: SampleScores) -> Tensor | None:
         """Return the metrics named by the objective's spec, each summed over a job's samples in one

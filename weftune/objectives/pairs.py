@@ -29,7 +29,7 @@ class PairScores:
 def answer_scores(scores: SampleScores, divides_by_length: bool) -> PairScores:
     """Return the log-probability of each answer: the sum over its tokens or, if `divides_by_length`, the
     mean."""
-    logps_B = scores.answer_sums()
+    logps_B = scores.answer_logprob_sums()
     if divides_by_length:
         counts = map(min, zip(scores.counts, scores.answer_lengths, strict=True))
         logps_B = logps_B / logps_B.new_tensor(list(counts))
@@ -43,13 +43,13 @@ def split_pairs(values_B: Tensor) -> PairScores:
 def chosen_loss(scores: SampleScores, batch: BatchFacts) -> Tensor:
     """Return the contribution of a segment (the job's samples in one microbatch) to the mean negative
     log-probability of supervised tokens, over all chosen samples of the global batch."""
-    return -scores.sums()[0::2].sum() / sum(batch.counts[0::2])
+    return -scores.logprob_sums()[0::2].sum() / sum(batch.counts[0::2])
 
 
 def held_out_chosen_loss(scores: SampleScores) -> Tensor:
     """Return the mean negative log-probability of the supervised tokens of each chosen sample, summed over a
     job's samples in one microbatch. TRL reports the same for evaluation batches of one pair."""
-    sums_P = scores.sums()[0::2]
+    sums_P = scores.logprob_sums()[0::2]
     return -(sums_P / sums_P.new_tensor(scores.counts[0::2])).sum()
 
 

@@ -1,4 +1,5 @@
-"""The keys of a job's `objective`, with the names and defaults of TRL. This module does not import torch."""
+"""The keys of `objective` in a jobs file, with the names and defaults of TRL. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -45,14 +46,15 @@ class ObjectiveSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """`package.module:Class` of the objective. It is imported only for training, because it needs torch."""
+    """Import path `package.module:Class` of the objective. It is imported only for training, because it needs
+    torch."""
     learning_rate: ClassVar[float] = 1e-6
     """Default learning rate of jobs with this objective."""
     row_kind: ClassVar[RowKind] = "pairs"
     """Kind of dataset rows that the objective requires, such as preference pairs."""
-    prompts: ClassVar[bool] = False
+    supervises_prompts: ClassVar[bool] = False
     """Whether the prompt tokens of chosen samples are supervised in addition to their answers."""
-    reference: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
     """Whether the objective needs the log-probabilities of a reference policy."""
     scalar_head: ClassVar[bool] = False
     """Whether the objective trains a scalar head in addition to the adapter."""
@@ -94,7 +96,7 @@ class DpoSpec(ObjectiveSpec):
     """Direct preference optimisation against a reference policy."""
 
     implementation: ClassVar[str] = "weftune.objectives.dpo:Dpo"
-    reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
 
     kind: Literal["dpo"] = "dpo"
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -136,7 +138,7 @@ class OrpoSpec(ObjectiveSpec):
     a penalty on the odds of rejected answers."""
 
     implementation: ClassVar[str] = "weftune.objectives.orpo:Orpo"
-    prompts: ClassVar[bool] = True
+    supervises_prompts: ClassVar[bool] = True
 
     kind: Literal["orpo"] = "orpo"
     beta: Annotated[float, BETA] = 0.1
@@ -149,7 +151,7 @@ class KtoSpec(ObjectiveSpec):
 
     implementation: ClassVar[str] = "weftune.objectives.kto:Kto"
     row_kind: ClassVar[RowKind] = "labelled"
-    reference: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = KTO_METRICS
 
     kind: Literal["kto"] = "kto"
@@ -191,11 +193,12 @@ class RewardSpec(ObjectiveSpec):
 
     kind: Literal["reward"] = "reward"
     center_rewards_coefficient: Annotated[float | None, Bound(at_least=0)] = None
-    """Weight of the squared sum of a pair's rewards, which keeps rewards near zero. None leaves it out."""
+    """Weight of a loss term that keeps rewards near zero: the squared sum of a pair's rewards. None disables
+    the term."""
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return a dict from metric name to value. The fourth of the given values is the maximum of the
-        negative rewards, so its negative is the minimum reward."""
+        """Return a dict from metric name to value. The minimum reward is the negative of the fourth value in
+        `metric_means`, the maximum of the negative rewards."""
         named = ObjectiveSpec.named_metrics(self, metric_means)
         return named | {"min_reward": -named["min_reward"]} if named else {}
 

@@ -26,13 +26,15 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 BLOCK = 4096
 EVEN_SIZE = 64
 """Number of values that fills whole vector registers on every CPU. Torch may round the values after the last
-multiple of it differently, depending on a vector's address, so those values are computed in a padded copy."""
+multiple of this number differently, depending on a vector's address, so those values are computed in a padded
+copy."""
 OP = "AdamW"
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """A job's flat vectors: `weights` have the base model's dtype, all others are float32 (or float64)."""
+    """Flat vectors of one job: AdamW's master weights and moments, the gradient, and `weights`, the copy that
+    passes read. `weights` have the base model's dtype, all others are float32 (or float64)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -131,7 +133,7 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
         kernels.adamw.squares[(blocks, len(vectors))](
             _address_table([(vector,) for vector in vectors]),
             squares_JB,
-            EVEN=all(vector.numel() % 16 == 0 for vector in vectors),
+            SIZES_ALIGNED=all(vector.numel() % 16 == 0 for vector in vectors),
             BLOCK=BLOCK,
             num_warps=8,
         )
@@ -172,7 +174,7 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
             factors_J8,
             finite_JB,
             WEIGHT=dtypes[states[0].weights.dtype],
-            EVEN=all(size % 16 == 0 for size in sizes),
+            SIZES_ALIGNED=all(size % 16 == 0 for size in sizes),
             BLOCK=BLOCK,
             num_warps=8,
         )

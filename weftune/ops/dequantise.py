@@ -36,7 +36,7 @@ def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
             parts.get("offset", code),
             out_NK,
             values,
-            NESTED="nested_absmax" in parts,
+            HAS_NESTED_MAXIMA="nested_absmax" in parts,
             WORDS=NF4_WORDS,
             num_warps=WARPS,
             # Plain torch rounds the product before it adds the offset.

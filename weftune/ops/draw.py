@@ -1,7 +1,7 @@
 """Uniform random numbers as a pure function of (seed, site, parameter, index), with the same bits on every
 device. A site is an adapted linear.
 
-Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.mix_bits`), and the top 24 bits are the
+Each index is hashed by the 32-bit finaliser of MurmurHash3 (`dropout.hash_bits`), and the top 24 bits are the
 number. So any slice of a parameter can be drawn separately, in any order and on any device.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import to_device
-from weftune.ops.dropout import STRIDE, mix_bits, mix_int, step_key, to_signed
+from weftune.ops.dropout import STRIDE, hash_bits, hash_int, step_key, to_signed
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
 """Number of values drawn at a time on a CPU (so that intermediate tensors stay in its cache) and on a GPU (so
@@ -23,9 +23,9 @@ that they take at most 8 MiB each)."""
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:
     """Return the key of the random numbers with which a job's parameter is initialised. It is a hash for step
-    0, and keys of dropout masks are hashes for later steps, so the numbers are independent."""
-    of_site = mix_int(step_key(seed, 0) ^ zlib.crc32(site.encode()))
-    return mix_int(of_site ^ zlib.crc32(parameter.encode()))
+    0, for which there are no dropout masks, so the numbers are independent of the masks."""
+    of_site = hash_int(step_key(seed, 0) ^ zlib.crc32(site.encode()))
+    return hash_int(of_site ^ zlib.crc32(parameter.encode()))
 
 
 def fill_uniform(
@@ -83,6 +83,6 @@ def _draw_block(start: int, size: int, key: int | Tensor, bound: float, device: 
     """Return the `size` random numbers in ±bound with the indices from `start` on, in float64. If `key` is a
     tensor [P, 1] of keys, return one row for each, [P, size]."""
     count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
-    bits = mix_bits(count * to_signed(STRIDE) ^ key)
+    bits = hash_bits(count * to_signed(STRIDE) ^ key)
     # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.
     return (bits >> 8).double().mul_(bound * 2.0**-23)

@@ -20,24 +20,25 @@ from torch import Tensor
 FIRST = 0x85EBCA6B
 SECOND = 0xC2B2AE35
 STRIDE = 0x9E3779B9
-"""2³² divided by the golden ratio: multiplication spreads consecutive features before they are hashed."""
+"""Multiplier of feature indices before they are hashed: 2³² divided by the golden ratio, which spreads
+consecutive indices."""
 CHUNK = 1 << 17
 """Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
 """Maximum number of mask values for which numpy is used in place of torch on a CPU. For so few values torch
-would use only one thread, too."""
+would not use more than one thread either."""
 
 
 def mask_key(seed: int, step: int, site: str) -> int:
     """Return the hash key of a job's dropout mask at one optimizer step and one linear (site)."""
-    return mix_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
+    return hash_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
     """Return the hash of a job's seed and optimizer step, from which the keys of all linears are derived."""
-    mixed = mix_int(seed & 0xFFFFFFFF)
-    mixed = mix_int(mixed ^ (seed >> 32 & 0xFFFFFFFF))
-    return mix_int(mixed ^ (step & 0xFFFFFFFF))
+    mixed = hash_int(seed & 0xFFFFFFFF)
+    mixed = hash_int(mixed ^ (seed >> 32 & 0xFFFFFFFF))
+    return hash_int(mixed ^ (step & 0xFFFFFFFF))
 
 
 def keep_threshold(probability: float) -> int:
@@ -46,8 +47,8 @@ def keep_threshold(probability: float) -> int:
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
-def mix_int(value: int) -> int:
-    """Return fmix32 of a Python integer."""
+def hash_int(value: int) -> int:
+    """Return the 32-bit finaliser of MurmurHash3 (fmix32) of a Python integer."""
     value ^= value >> 16
     value = value * FIRST & 0xFFFFFFFF
     value ^= value >> 13
@@ -71,11 +72,11 @@ def keep_mask_TK(
 def _keep_mask_by_torch(
     key_of_site: int, token_index_T: Tensor, feature_indices: range, min_hash: int
 ) -> Tensor:
-    row_T = to_odd(token_index_T.to(torch.int32) ^ to_signed(key_of_site))
+    row_T = hash_to_odd(token_index_T.to(torch.int32) ^ to_signed(key_of_site))
     count_K = torch.arange(
         feature_indices.start, feature_indices.stop, dtype=torch.int32, device=row_T.device
     )
-    feature_K = to_odd(count_K * to_signed(STRIDE) ^ to_signed(key_of_site))
+    feature_K = hash_to_odd(count_K * to_signed(STRIDE) ^ to_signed(key_of_site))
     return row_T[:, None] * feature_K >= min_hash
 
 
@@ -83,9 +84,9 @@ def _keep_mask_on_cpu(
     key_of_site: int, token_index_T: Tensor, feature_indices: range, min_hash: int
 ) -> Tensor:
     own = np.uint32(key_of_site)
-    row_T = _odd_unsigned(token_index_T.numpy().astype(np.uint32) ^ own)
+    row_T = _hash_unsigned_to_odd(token_index_T.numpy().astype(np.uint32) ^ own)
     count_K = np.arange(feature_indices.start, feature_indices.stop, dtype=np.uint32)
-    feature_K = _odd_unsigned(count_K * np.uint32(STRIDE) ^ own)
+    feature_K = _hash_unsigned_to_odd(count_K * np.uint32(STRIDE) ^ own)
     if row_T.size * feature_K.size <= FEW:
         return torch.from_numpy(np.multiply.outer(row_T, feature_K).view(np.int32) >= min_hash)
     row, feature = (torch.from_numpy(one.view(np.int32)) for one in (row_T, feature_K))
@@ -98,8 +99,9 @@ def _keep_mask_on_cpu(
     return kept
 
 
-def _odd_unsigned(value: np.ndarray) -> np.ndarray:
-    """Return fmix32 of unsigned integers, made odd, as `to_odd` does for tensors."""
+def _hash_unsigned_to_odd(value: np.ndarray) -> np.ndarray:
+    """Return the 32-bit finaliser of MurmurHash3 of unsigned integers with the lowest bit set, as
+    `hash_to_odd` does for tensors."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13
@@ -109,13 +111,14 @@ def _odd_unsigned(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def to_odd(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor, made odd: a product with an odd number modulo 2³² is invertible."""
-    return mix_bits(value) | 1
+def hash_to_odd(value: Tensor) -> Tensor:
+    """Return the 32-bit finaliser of MurmurHash3 of each element, with the lowest bit set: multiplication by
+    an odd number modulo 2³² is invertible."""
+    return hash_bits(value) | 1
 
 
-def mix_bits(value: Tensor) -> Tensor:
-    """Return fmix32 of an int32 tensor."""
+def hash_bits(value: Tensor) -> Tensor:
+    """Return the 32-bit finaliser of MurmurHash3 of each element of an int32 tensor."""
     value = _fold_bits(value, 16) * to_signed(FIRST)
     value = _fold_bits(value, 13) * to_signed(SECOND)
     return _fold_bits(value, 16)

@@ -22,7 +22,7 @@ from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Divisor that a row's width, in 16-bit values, must have in grouped matrix products."""
+"""Number of which a row's width, in 16-bit values, must be a multiple in grouped matrix products."""
 
 
 Tokens = tuple[int, int]
@@ -64,12 +64,12 @@ class Routes:
 
     experts_S: Tensor
     stops_E: Tensor
-    """Index after the last row of each expert among the sorted choices."""
+    """Index after the last row of each expert among the rows sorted by expert."""
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
-    number."""
+    """Maps each position in the order by expert to the index of a choice (a pair of a token and one of its k
+    experts), which is k times the token plus the number of the expert among the token's."""
     sorted_index_Tk: Tensor
-    """Maps each choice to its position in the sorted order."""
+    """Maps each choice (a pair of a token and one of its experts) to its position in the order by expert."""
 
     @classmethod
     def from_choices(cls, experts_Tk: Tensor, count: int) -> Routes:
@@ -79,11 +79,12 @@ class Routes:
         return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(experts_Tk.shape))
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
+        order by expert, [S, D]."""
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the positions in the sorted order of a job's choices (pairs of a token and one of its
+        """Return the positions, in the order by expert, of a job's choices (pairs of a token and one of its
         experts), and for each expert the number of the job's choices up to and including that expert, [E]."""
         start, stop = tokens
         places_s = self.sorted_index_Tk[start:stop].flatten().sort().values
@@ -160,18 +161,18 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
-    """Return each row of x times the matrix of its expert. Where `has_kernel` allows it, a single kernel
-    computes all experts."""
-    if has_kernel(w_EKN):
+    """Return each row of x times the matrix of its expert. Where `supports_grouped_mm` allows it, a single
+    kernel computes all experts."""
+    if supports_grouped_mm(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
     pairs = zip(x_SK.split(rows), w_EKN.unbind(), strict=True)
     return torch.cat([x_sK @ w_KN for x_sK, w_KN in pairs])
 
 
-def has_kernel(w_EKN: Tensor) -> bool:
-    """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices. It is not used for
-    trained matrices, because it leaves the gradient of an expert without rows uninitialised."""
+def supports_grouped_mm(w_EKN: Tensor) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices of experts. False for
+    trained matrices, since it leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

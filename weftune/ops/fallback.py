@@ -20,7 +20,8 @@ import torch
 from weftune.core.device_class import TEST_COMMAND, get_device_class
 
 REHEARSING = ("cuda",)
-"""Device types on which kernels are rehearsed. Triton's interpreter has nothing to compile."""
+"""Device types on which kernels are rehearsed: launched once without effect, to find out whether they
+compile. Triton's interpreter has nothing to compile."""
 REFUSALS = (
     *(
         "no kernel image",
@@ -79,11 +80,11 @@ def run_with_fallback(
 def rehearse_kernels(
     op: str, key: Hashable, device: torch.device, launch_kernels: Callable[[], object]
 ) -> None:
-    """Call `launch_kernels`, which launches the kernels of an op without any effect, once for the launch
-    parameters in `key`, before these are first used.
+    """Find out whether an op's kernels run with the launch parameters in `key`, before these are first used:
+    call `launch_kernels`, which launches them without any effect, once per key.
 
-    Raises KernelsFailed if one of the kernels fails, and at every later call with this key. During a capture
-    nothing is rehearsed: passes are captured only after the same pass has run uncaptured.
+    Raise KernelsFailed if a kernel fails, and at every later call with this key. Do nothing during the
+    capture of a CUDA graph: a pass is captured only after it has run uncaptured.
     """
     if key not in _rehearsal_results:
         if device.type not in REHEARSING:

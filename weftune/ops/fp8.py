@@ -21,14 +21,15 @@ VALUES = 1 << 14
 """Number of values that a program of the kernel `row_codes` converts, 64 per thread. A row with more values
 is converted by a single program, too."""
 MULTIPLE = 16
-"""`torch._scaled_mm` requires both dimensions of the weight to be a multiple of this."""
+"""Number of which both dimensions of the weight must be multiples in `torch._scaled_mm`."""
 
 
 def row_codes(
     x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantise the rows of x ⊙ scale to 8-bit floats with a scale per row, as `core.weights.quantise_rows`
-    does, with one Triton kernel where Triton is available and x has whole rows."""
+    does. One Triton kernel is used where Triton is available, unless x has only a shard's part of each row
+    (`whole_maxima`)."""
     if whole_maxima is not None:
         return weights.quantise_rows(x_TM.contiguous(), scale_M, whole_maxima)
     if x_TM.is_cuda and kernels_available(x_TM):
@@ -67,7 +68,7 @@ def multiply(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Return left · codesᵀ with its scales, the product with an 8-bit weight, on a GPU. This implements
+    """Multiply by the transpose of an 8-bit weight, given as codes and scales, on a GPU. This implements
     `core.weights.MultiplyCodes`."""
     if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype, whole_maxima)
@@ -80,11 +81,11 @@ def multiply(
         return torch._scaled_mm(
             left_TM, codes_LM.T, scale_a=scale_T[:, None], scale_b=scale_L[None, :], out_dtype=dtype
         )
-    sum_TL = codes_in_float32(left_TM, codes_LM).mul_(scale_T[:, None])
+    sum_TL = unscaled_code_product(left_TM, codes_LM).mul_(scale_T[:, None])
     return (sum_TL if scale_L is None else sum_TL.mul_(scale_L)).to(dtype)
 
 
-def codes_in_float32(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
+def unscaled_code_product(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
     """Return left · codesᵀ in float32, before the scales are applied."""
     if not supports_library_product(codes_LM):
         return left_TM.float() @ codes_LM.float().T

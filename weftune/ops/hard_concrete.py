@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from weftune.core.weights import accumulation_dtype
-from weftune.ops.dropout import STRIDE, mix_bits, to_odd, to_signed
+from weftune.ops.dropout import STRIDE, hash_bits, hash_to_odd, to_signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
 """Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, also after any optimizer step."""
 BITS = 23
-"""Number of random bits of a uniform number: with 23 bits, (n + ½) / 2²³ is exact in float32."""
+"""Number of bits of the random integer n in a uniform number (n + ½) / 2²³, which is exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
-    row, column = to_odd(row ^ to_signed(key)), to_odd(column * to_signed(STRIDE) ^ to_signed(key))
-    bits = mix_bits(row[:, None] * column) & (1 << BITS) - 1
+    row, column = hash_to_odd(row ^ to_signed(key)), hash_to_odd(column * to_signed(STRIDE) ^ to_signed(key))
+    bits = hash_bits(row[:, None] * column) & (1 << BITS) - 1
     return (bits.to(like.dtype) + 0.5) / (1 << BITS)
 
 
@@ -96,9 +96,9 @@ def fix_gates(values: Gated, kept_count: int) -> None:
 def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """Return x(z ⊙ w)ᵀ. The backward adds the gradients of w and of the gates to `totals`. If `drawn_gates`
-    is None, the gates are fixed and only w has a gradient. `anchor` makes autograd record the product
-    (`ops.accumulate`)."""
+    """Return x(z ⊙ w)ᵀ with the difference w and its gates z. The backward adds the gradients of w and of the
+    gates to `totals`. If `drawn_gates` is None, the gates are fixed and only w has a gradient. `anchor` makes
+    autograd record the product (`ops.accumulate`)."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn_gates)
 
 

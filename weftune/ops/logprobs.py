@@ -152,8 +152,8 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
 
 
 class _OwnRowsOnShard:
-    """The rows that a job trains of a head that is divided among shards. The trained rows of this shard's
-    tokens replace the frozen ones."""
+    """The rows of the output head that a job trains, if the head is divided among shards. The trained rows of
+    this shard's tokens replace the frozen ones."""
 
     def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
         index_n, self.is_local_n = shard.local_rows(ids_n)
@@ -230,9 +230,9 @@ def _run_torch(h: Tensor, targets: Tensor, head: Head, needs_gradient: bool) -> 
 def _product_gradient(
     normalised: Tensor, logits: Tensor, targets: Tensor, head: Head, counts: Tensor | float = 1.0
 ) -> Tensor:
-    """Return the gradient of log p(target) with respect to hWᵀ, through the soft-cap and the multiplier of
-    the logits. `normalised` is overwritten. `counts` is 1, or for each row 1 if its target is on this shard
-    and 0 otherwise."""
+    """Return the gradient of log p(target) with respect to the product hWᵀ of hidden states and head, through
+    the soft-cap and the multiplier of the logits. `normalised` is overwritten. `counts` is 1, or for each row
+    1 if its target is on this shard and 0 otherwise."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += counts
     if head.softcap is not None:
@@ -262,7 +262,7 @@ def _run_kernel(
             z.shape[1],
             head.multiplier,
             head.softcap or 1.0,
-            CAPS=head.softcap is not None,
+            HAS_SOFTCAP=head.softcap is not None,
             GRADIENT=needs_gradient,
             BLOCK=4096,
             num_warps=8,
@@ -278,9 +278,9 @@ def range_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)
 
 
-def range_counts(found_S: Tensor, lengths: Sequence[int]) -> Tensor:
+def range_counts(flags_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the exact number of True values in each of J consecutive ranges with the given lengths, [J]."""
-    stops_J = to_device(torch.tensor(lengths).cumsum(0), found_S.device)
-    counted = torch.nn.functional.pad(found_S.cumsum(0), (1, 0))
+    stops_J = to_device(torch.tensor(lengths).cumsum(0), flags_S.device)
+    counted = torch.nn.functional.pad(flags_S.cumsum(0), (1, 0))
     ends_J = counted.index_select(0, stops_J)
     return torch.diff(ends_J, prepend=ends_J.new_zeros(1))

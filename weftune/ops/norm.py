@@ -66,11 +66,11 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, onto_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float
     ) -> Tensor:
         x_TD = with_contiguous_rows(x_TD)
-        onto_TD = None if onto_TD is None else with_contiguous_rows(onto_TD)
-        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, onto_TD)
+        residual_TD = None if residual_TD is None else with_contiguous_rows(residual_TD)
+        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, residual_TD)
         ctx.offset = offset
         ctx.save_for_backward(x_TD, weight_D, rstd_T)
         return n_TD
@@ -103,9 +103,9 @@ class _SkipRmsNorm(torch.autograd.Function):
 
 
 def _forward(
-    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, residual_TD: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    given = x_TD, weight_D, eps, offset, onto_TD
+    given = x_TD, weight_D, eps, offset, residual_TD
     return run_with_fallback(OP, x_TD.device, _launch_forward, _plain_forward, *given)
 
 
@@ -117,12 +117,12 @@ def _backward(
 
 
 def _plain_forward(
-    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, residual_TD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     x = x_TD.float()
     rstd_T = torch.rsqrt(x.pow(2).mean(-1) + eps)
     n = x * rstd_T[:, None] * (weight_D.float() + offset)
-    return (n if onto_TD is None else onto_TD.float() + n).to(x_TD.dtype), rstd_T
+    return (n if residual_TD is None else residual_TD.float() + n).to(x_TD.dtype), rstd_T
 
 
 def _plain_backward(
@@ -134,12 +134,12 @@ def _plain_backward(
 
 
 def _launch_forward(
-    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, residual_TD: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, width = x_TD.shape
     assert weight_D.shape == (width,)
     assert weight_D.is_contiguous()
-    assert onto_TD is None or onto_TD.shape == x_TD.shape
+    assert residual_TD is None or residual_TD.shape == x_TD.shape
     n_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
     tile_rows, block, warps = _tile_width(width)
@@ -153,8 +153,8 @@ def _launch_forward(
             rows,
             eps,
             offset,
-            onto_TD,
-            0 if onto_TD is None else onto_TD.stride(0),
+            residual_TD,
+            0 if residual_TD is None else residual_TD.stride(0),
             WIDTH=width,
             ROWS=tile_rows,
             BLOCK=block,

@@ -13,7 +13,7 @@ from weftune.ops.fallback import run_with_fallback
 from weftune.ops.triton import kernels_available
 
 ROWS = 64
-"""Cached rows that a program reads at a time."""
+"""Number of cached rows that a program reads at a time."""
 PROGRAMS = 512
 """Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a key head, the rows of
 each sequence are split among several programs."""
@@ -39,8 +39,10 @@ def paged_attention(
     same_width = keys_CGD.shape == values_CGD.shape
     if not same_width or not kernels_available(q_BHD):
         return _run_torch(*arguments)
-    found: Tensor = run_with_fallback("paged attention", q_BHD.device, _run_kernel, _run_torch, *arguments)
-    return found
+    attention_BHD: Tensor = run_with_fallback(
+        "paged attention", q_BHD.device, _run_kernel, _run_torch, *arguments
+    )
+    return attention_BHD
 
 
 def _run_torch(
@@ -90,7 +92,7 @@ def _run_kernel(
     sums = torch.empty(sequences, heads, shares, width, dtype=torch.float32, device=q_BHD.device)
     norms = torch.empty(sequences, heads, shares, 2, dtype=torch.float32, device=q_BHD.device)
     out_BHD = torch.empty_like(q_BHD)
-    block = _power_of_two(width)
+    block = _next_power_of_two(width)
     with torch.cuda.device_of(q_BHD):
         kernels.paged.attend_share[(sequences, groups, shares)](
             q_BHD,
@@ -109,11 +111,11 @@ def _run_kernel(
             WIDTH=width,
             SHARES=shares,
             PAGE=page_rows,
-            R=max(16, _power_of_two(heads // groups)),
+            R=max(16, _next_power_of_two(heads // groups)),
             N=ROWS,
             D=max(16, block),
-            WINDOWED=window is not None,
-            CAPS=softcap is not None,
+            HAS_WINDOW=window is not None,
+            HAS_SOFTCAP=softcap is not None,
             PRECISION="ieee" if q_BHD.dtype is torch.float32 else "tf32",
             num_warps=4,
             num_stages=2,
@@ -124,12 +126,12 @@ def _run_kernel(
             out_BHD,
             WIDTH=width,
             SHARES=shares,
-            S=_power_of_two(shares),
+            S=_next_power_of_two(shares),
             D=max(16, block),
             num_warps=1,
         )
     return out_BHD
 
 
-def _power_of_two(value: int) -> int:
+def _next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()

@@ -213,8 +213,8 @@ def _launch_backward(
 def _launch_constants(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
     """Return the number of programs per row, and the constants of both kernels. Block sizes are powers of two
     that cover the heads per program, half of the rotary width, and the columns that are not rotated."""
-    all_heads, half_block = heads + 2 * groups, _power_of_two(half)
-    chunk = max(1, min(TILE // half_block, _power_of_two(all_heads)))
+    all_heads, half_block = heads + 2 * groups, _next_power_of_two(half)
+    chunk = max(1, min(TILE // half_block, _next_power_of_two(all_heads)))
     return -(-all_heads // chunk), {
         "HEADS": heads,
         "GROUPS": groups,
@@ -222,11 +222,11 @@ def _launch_constants(heads: int, groups: int, width: int, half: int) -> tuple[i
         "HALF": half,
         "CHUNK": chunk,
         "HALF_BLOCK": half_block,
-        "REST_BLOCK": _power_of_two(max(1, width - 2 * half)),
+        "REST_BLOCK": _next_power_of_two(max(1, width - 2 * half)),
         "num_warps": WARPS,
     }
 
 
-def _power_of_two(size: int) -> int:
+def _next_power_of_two(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

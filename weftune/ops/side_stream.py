@@ -21,8 +21,8 @@ class SideStream:
 
     @contextmanager
     def concurrent_work(self) -> Iterator[None]:
-        """Launch the work inside the context on the second stream. Later work on the main stream waits for
-        its end.
+        """Launch the work inside the context on the second stream. At the end of the context the main stream
+        is made to wait for this work.
 
         The context must not allocate memory: the allocator does not track use by the second stream.
         """

@@ -102,11 +102,11 @@ class GatheredRows:
 
 @runtime_checkable
 class RowChange(Protocol):
-    """A function that a job applies to its rows of an output. It has its own backward, which needs no
-    autograd graph."""
+    """A function that a job applies to its rows of a linear's output. Its `backward` computes gradients
+    without an autograd graph."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
-        """Return the changed rows. Autograd records the operations."""
+        """Return the output rows that replace y, by operations that autograd records."""
 
     def forward(self, y_LM: Tensor) -> Tensor: ...
 
@@ -137,8 +137,8 @@ def change_rows(
 
     Only the changed rows are copied for the backward, which recomputes f.
     """
-    changed: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
-    return changed
+    changed_TN: Tensor = _Changed.apply(y_TN, residual_TN, changes, anchor)
+    return changed_TN
 
 
 class _Changed(torch.autograd.Function):

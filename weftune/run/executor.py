@@ -90,7 +90,7 @@ class Executor:
         self.weights, self.activations, self.passes = weights, activations, passes
         self.adapters, self.agreement = adapters, agreement
         self.overlapped = OverlappedPasses(adapted)
-        self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.rows_in_head)
+        self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.trained_head_rows)
         self._roster, self._timer = adapters.roster, timer
         self.attached, self.dead = self._roster.trainings, self._roster.dead
         self.home = adapters.home

@@ -490,7 +490,7 @@ class Loop:
             if samples is not None and not is_known and name not in waiting_jobs:
                 # The loss also depends on the job's reference policy or on its scalar head.
                 objective = prepared.spec.objective
-                own = name if objective.reference or objective.scalar_head else ""
+                own = name if objective.needs_reference or objective.scalar_head else ""
                 unscored_samples.setdefault((samples.fingerprint, prepared.spec.objective, own), []).append(
                     name
                 )

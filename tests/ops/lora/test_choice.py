@@ -362,7 +362,7 @@ def test_a_trial_computes_a_site_with_rows_for_eight_jobs(plan, changes, device)
     site = synthetic_site(trial, device)
     site.step(plan)
     assert site.x_TK.shape == (trial.rows, 64)
-    assert (site.weight_NK.stride(0) == 1) == trial.transposed
+    assert (site.weight_NK.stride(0) == 1) == trial.is_transposed
     assert len(site.adapters) == min(JOBS, trial.rows)
     for entry in (entry for seated in site.adapters for entry in seated):
         assert entry.rank == 16
@@ -385,7 +385,7 @@ def test_a_trial_reads_as_text():
 def test_rows_are_counted_up_to_a_power_of_two_that_keeps_a_device_busy(rows, counted):
     call = Call(rows=rows, features=1, widths=(1,), aligned=False)
     assert call.trial().rows == counted
-    assert not call.trial().transposed
+    assert not call.trial().is_transposed
 
 
 class Compiler:

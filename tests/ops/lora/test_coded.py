@@ -99,15 +99,15 @@ def test_a_program_takes_as_many_bytes_of_codes_at_a_time_and_reads_both_operand
     products.fused_dx(made.dy, weight, made.x, use)
     for launch in launches:
         assert [one.block_shape for one in launch.given[:2]] == [[128, 128], [launch.constants["C"], 128]]
-        assert launch.of("TURNED", "D", "ROUGH") == (True, 128, None)
+        assert launch.of("TRANSPOSED", "D", "PRODUCTS_PER_SUM") == (True, 128, None)
     assert [launch.given[7] is None for launch in launches] == [False, True], "scales of columns"
 
 
 def test_only_short_sums_are_left_to_the_tensor_core():
     blocks = product_blocks(256, torch.bfloat16, 132)
     short, long = blocks_for_codes(blocks, 28672), blocks_for_codes(blocks, 57344)
-    assert (short.columns, short.inner, short.products_per_sum) == (256, 128, None)
-    assert (long.columns, long.inner, long.products_per_sum) == (128, 128, 128)
+    assert (short.columns, short.inner_size, short.products_per_sum) == (256, 128, None)
+    assert (long.columns, long.inner_size, long.products_per_sum) == (128, 128, 128)
 
 
 def test_a_product_of_our_own_takes_codes_in_whole_16_bytes(monkeypatch):

@@ -12,7 +12,7 @@ from benchmarks.site_case import SiteAdapters, made_up_case
 from tests.ops.lora.site_cases import Case, Job, run
 from tests.ops.lora.test_tiled_gpu import BIG, no_worse_than_plain_torch
 from weftune.core.device_class import CLASSES, get_device_class, pretend_device_class
-from weftune.ops.experts import has_kernel
+from weftune.ops.experts import supports_grouped_mm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,4 +61,4 @@ def test_the_benchmark_of_forced_routes_finds_every_plan_exact(one):
 def test_grouped_products_are_torchs_only_on_classes_that_have_the_kernel(one):
     weight_EKN = torch.empty(2, 64, 64, device="cuda", dtype=torch.bfloat16)
     with pretend_device_class(one):
-        assert has_kernel(weight_EKN) == one.has_grouped_mm
+        assert supports_grouped_mm(weight_EKN) == one.has_grouped_mm

@@ -12,7 +12,7 @@ from tests.ops.launches import noted
 from tests.ops.lora.site_cases import Case, Job, attached, values
 from weftune.ops import side_stream
 from weftune.ops.lora import products, tiled
-from weftune.ops.lora.products import product_in_float32, spans
+from weftune.ops.lora.products import column_spans, product_in_float32
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling, product_blocks
 
@@ -63,8 +63,8 @@ def test_a_fused_product_reads_its_operands_in_blocks_and_writes_half_a_block_at
     assert blocks_of(backward) == [[128, 32], [32, 128], None, [128, 64]]
     assert forward.given[19:] == (300, 264, 200)
     assert backward.given[19:] == (300, 200, 264)
-    assert forward.of("TURNED", "ROUGH") == (True, None)
-    assert backward.of("TURNED", "ROUGH") == (False, None)
+    assert forward.of("TRANSPOSED", "PRODUCTS_PER_SUM") == (True, None)
+    assert backward.of("TRANSPOSED", "PRODUCTS_PER_SUM") == (False, None)
     added = product(monkeypatch, ONE, backward=False, residual=True)
     assert blocks_of(added) == [[128, 32], [128, 32], [128, 64], [128, 64]]
     for one in (forward, backward):
@@ -101,7 +101,7 @@ def test_a_fused_product_is_told_the_columns_of_parts_only_where_there_are_sever
 def test_a_fused_product_draws_masks_in_the_backward_of_training(
     case, backward, training, drops, device, monkeypatch
 ):
-    assert product(monkeypatch, case, backward, training=training).constants["DROPS"] is drops
+    assert product(monkeypatch, case, backward, training=training).constants["HAS_DROPOUT"] is drops
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_gradients_go_to_those_who_want_them(wants_dx, wants_residual, monkeypat
 
 def test_a_product_in_float32_takes_at_most_256_mib_at_a_time():
     """448 blocks of 128 columns: 447 of them fit with 1172 rows."""
-    assert [len(list(spans(((0, 57344),), 128, rows))) for rows in (1170, 1171, 1172, 2340, 2341)] == [
+    assert [len(list(column_spans(((0, 57344),), 128, rows))) for rows in (1170, 1171, 1172, 2340, 2341)] == [
         *(1, 2, 2),
         *(2, 3),
     ]
@@ -241,11 +241,11 @@ def test_wide_products_are_made_of_the_columns_of_each_span(monkeypatch):
     assert products.wide_y(made.x, made.weight, None, None, made.x, None, call).shape == (300, 192)
     whole = torch.cat([product for product, _ in seen], dim=1)
     torch.testing.assert_close(whole, made.x @ made.weight.T)
-    assert [(span.low, span.high) for _, span in seen] == [(0, 96), (96, 192)]
+    assert [(span.first_column, span.end_column) for _, span in seen] == [(0, 96), (96, 192)]
     seen.clear()
     assert products.wide_dx(made.dy, made.weight, made.x, call).shape == (300, 200)
     torch.testing.assert_close(torch.cat([product for product, _ in seen], dim=1), made.dy @ made.weight)
-    assert [(span.low, span.high) for _, span in seen] == [(0, 64), (64, 128), (128, 200)]
+    assert [(span.first_column, span.end_column) for _, span in seen] == [(0, 64), (64, 128), (128, 200)]
 
 
 class Stream:

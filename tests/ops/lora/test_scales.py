@@ -64,7 +64,7 @@ def made(
             scales[slot, site] = SiteScale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
         set_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
     table.copy_to_device()
-    return by_slot, replace(group, g_out=table, has_row_lengths=True), rows, scales, found
+    return by_slot, replace(group, g_out=table, has_dora=True), rows, scales, found
 
 
 def plain(case: Case, by_slot: dict[int, list[LowRank | None]], found: Values) -> dict[str, Tensor]:

@@ -192,7 +192,12 @@ PRODUCTS = [
 def test_the_columns_of_a_product_are_those_whose_rounds_take_the_least_time(case, columns):
     blocks = tiled(**case).y
     assert blocks.columns == columns
-    assert (blocks.inner, blocks.stages, blocks.group, blocks.warps) == (64, 3 if columns == 256 else 4, 8, 8)
+    assert (blocks.inner_size, blocks.stages, blocks.group, blocks.warps) == (
+        64,
+        3 if columns == 256 else 4,
+        8,
+        8,
+    )
     assert blocks.programs == case.get("programs", 132)
 
 
@@ -220,7 +225,7 @@ def test_the_product_of_the_backward_takes_no_more_programs_than_its_rounds_need
 @pytest.mark.parametrize(("columns", "stages"), [(256, 3), (128, 4)])
 def test_the_blocks_of_a_product_fit_its_shared_memory(dtype, inner, columns, stages):
     blocks = product_blocks(columns, dtype, 5)
-    assert (blocks.columns, blocks.inner, blocks.stages, blocks.programs) == (columns, inner, stages, 5)
+    assert (blocks.columns, blocks.inner_size, blocks.stages, blocks.programs) == (columns, inner, stages, 5)
 
 
 def test_without_a_gpu_three_programs_take_turns_and_nothing_limits_the_shared_memory():

@@ -12,7 +12,7 @@ import torch
 from tests.cases import slow_but
 from tests.ops.lora.site_cases import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
 from weftune.ops.lora import products
-from weftune.ops.lora.products import spans
+from weftune.ops.lora.products import column_spans
 from weftune.ops.lora.tiling import ProductPlan
 
 pytest.importorskip("triton")
@@ -66,19 +66,24 @@ def test_a_nan_stays_with_its_owner_in_every_span(poison, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [1, 8192, 100_000])
 def test_spans_are_runs_of_whole_blocks_that_keep_to_their_bytes(parts, rows):
-    found = list(spans(parts, 128, rows))
+    found = list(column_spans(parts, 128, rows))
     edges = [(at, min(at + 128, high)) for low, high in parts for at in range(low, high, 128)]
-    assert [at for one in found for at in range(one.first, one.first + one.blocks)] == list(range(len(edges)))
+    assert [at for one in found for at in range(one.first_block, one.first_block + one.block_count)] == list(
+        range(len(edges))
+    )
     for one in found:
-        assert (one.low, one.high) == (edges[one.first][0], edges[one.first + one.blocks - 1][1])
-        assert 4 * rows * (one.high - one.low) <= products.SPAN_BYTES
+        assert (one.first_column, one.end_column) == (
+            edges[one.first_block][0],
+            edges[one.first_block + one.block_count - 1][1],
+        )
+        assert 4 * rows * (one.end_column - one.first_column) <= products.SPAN_BYTES
 
 
 def test_a_product_is_one_span_where_it_fits_and_a_block_is_never_cut(monkeypatch):
-    assert len(list(spans(((0, 8192),), 128, 8192))) == 1
-    assert len(list(spans(((0, 57344),), 128, 8192))) == 7
+    assert len(list(column_spans(((0, 8192),), 128, 8192))) == 1
+    assert len(list(column_spans(((0, 57344),), 128, 8192))) == 7
     monkeypatch.setattr(products, "SPAN_BYTES", 1)
-    assert len(list(spans(((0, 200), (200, 300)), 128, 8192))) == 3
+    assert len(list(column_spans(((0, 200), (200, 300)), 128, 8192))) == 3
 
 
 @pytest.mark.parametrize("plan", ProductPlan)

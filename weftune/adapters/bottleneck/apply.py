@@ -1,5 +1,5 @@
 """Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u, which adds a narrow MLP of a sublayer's output y to that
-output.
+output. D and U are the down and up projections, d and u their biases.
 
 U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
 rows of one job.
@@ -33,38 +33,43 @@ GRADIENTS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
 class Bottleneck(PlainKind):
     name = "bottleneck"
 
-    def part(self, at: JobAt) -> JobPart:
-        return JobPart(after=NarrowLayer(at, at.adapter.spec.activation))
+    def part(self, job_site: JobAt) -> JobPart:
+        return JobPart(after=NarrowLayer(job_site, job_site.adapter.spec.activation))
 
     def gathers(self, spec: BottleneckSpec) -> bool:
         return True
 
-    def start(self, new: NewAdapter) -> None:
+    def start(self, new_adapter: NewAdapter) -> None:
         """Draw the down projection D uniformly within ±1/√N, as torch initialises linears, and set all other
         parameters to zero."""
-        for (site, name), value in new.parameters.items():
+        for (site, name), value in new_adapter.parameters.items():
             if name == DOWN:
-                fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, draw_device=new.draw_device)
+                fill_uniform(
+                    value,
+                    new_adapter.key(site, name),
+                    value.shape[1] ** -0.5,
+                    draw_device=new_adapter.draw_device,
+                )
             else:
                 value.zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowLayer:
-    """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear; see
-    `ops.site.RowChange`."""
+    """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear, with down
+    projection D, up projection U and biases d and u; see `ops.site.RowChange`."""
 
-    at: JobAt
+    job_site: JobAt
     activation: Activation
 
     def __call__(self, y_LN: Tensor) -> Tensor:
         return self._activate_bottleneck(
-            y_LN, *(self.at.trained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
+            y_LN, *(self.job_site.trained(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
         )
 
     def forward(self, y_LN: Tensor) -> Tensor:
         return self._activate_bottleneck(
-            y_LN, *(self.at.detached_parameter(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
+            y_LN, *(self.job_site.detached_parameter(name) for name in (DOWN, DOWN_BIAS, UP, UP_BIAS))
         )
 
     def _activate_bottleneck(
@@ -74,13 +79,13 @@ class NarrowLayer:
         return y_LN + linear(narrow_Lb, up_Nb, up_N)
 
     def backward(self, y_LN: Tensor, dy_LN: Tensor) -> Tensor:
-        down_bN, up_Nb = self.at.detached_parameter(DOWN), self.at.detached_parameter(UP)
+        down_bN, up_Nb = self.job_site.detached_parameter(DOWN), self.job_site.detached_parameter(UP)
         y_LN, d_LN = y_LN.to(down_bN.dtype), dy_LN.to(down_bN.dtype)
-        before_Lb = linear(y_LN, down_bN, self.at.detached_parameter(DOWN_BIAS))
+        before_Lb = linear(y_LN, down_bN, self.job_site.detached_parameter(DOWN_BIAS))
         narrow_Lb = ACTIVATIONS[self.activation](before_Lb)
         d_Lb = GRADIENTS[self.activation](d_LN @ up_Nb, before_Lb)
-        self.at.add_gradient(UP, d_LN.T @ narrow_Lb)
-        self.at.add_gradient(UP_BIAS, d_LN.sum(0))
-        self.at.add_gradient(DOWN, d_Lb.T @ y_LN)
-        self.at.add_gradient(DOWN_BIAS, d_Lb.sum(0))
+        self.job_site.add_gradient(UP, d_LN.T @ narrow_Lb)
+        self.job_site.add_gradient(UP_BIAS, d_LN.sum(0))
+        self.job_site.add_gradient(DOWN, d_Lb.T @ y_LN)
+        self.job_site.add_gradient(DOWN_BIAS, d_Lb.sum(0))
         return dy_LN + d_Lb @ down_bN

@@ -1,4 +1,4 @@
-"""The adapter keys of a bottleneck job. This module does not import torch."""
+"""The keys of a bottleneck adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Activation = Literal["relu", "gelu", "silu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckSpec(TargetSpec):
-    """Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u after the last linears of attention and feed-forward
-    (Houlsby), or of the feed-forward alone (Pfeiffer); `targets` may name other linears instead."""
+    """Bottleneck adapters: a narrow MLP y + act(yDᵀ + d)Uᵀ + u on the output y of the last linears of
+    attention and feed-forward (Houlsby), or of the feed-forward alone (Pfeiffer); `targets` may name other
+    linears instead."""
 
     implementation: ClassVar[str] = "weftune.adapters.bottleneck.apply:Bottleneck"
     is_mergeable: ClassVar[bool] = False

@@ -39,27 +39,35 @@ DELTA = "delta_NK"
 class Diff(PlainKind):
     name = "diff"
 
-    def part(self, at: JobAt) -> JobPart:
-        spec: DiffSpec = at.adapter.spec
-        values = _gated_difference(at.weights, at.site.name)
-        if not at.bound.training:
+    def part(self, job_site: JobAt) -> JobPart:
+        spec: DiffSpec = job_site.adapter.spec
+        values = _gated_difference(job_site.weights, job_site.site.name)
+        if not job_site.active_pass.training:
             delta_NK = pruned_values(values, spec.kept_elements(values.w_NK.numel())).to(values.w_NK.dtype)
             return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
-        totals = _gated_difference(at.bound.totals[at.adapter.job], at.site.name)
-        drawn = self._draw_gates(at) if at.segment.step <= spec.relaxed_steps(at.adapter.steps) else None
-        return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
-
-    def _draw_gates(self, at: JobAt) -> DrawnGates:
-        def random_key(tensor_name: str) -> int:
-            return mask_key(at.adapter.seed, at.segment.step, f"{at.site.name}.{tensor_name}")
-
-        index_L = at.bound.microbatch.token_index_T[at.segment.rows]
-        return DrawnGates(
-            random_key(ALPHA), random_key(GROUP), at.adapter.spec.l0_weight, (index_L == 0).any()
+        totals = _gated_difference(job_site.active_pass.totals[job_site.adapter.job], job_site.site.name)
+        drawn = (
+            self._draw_gates(job_site)
+            if job_site.segment.step <= spec.relaxed_steps(job_site.adapter.steps)
+            else None
+        )
+        return JobPart(
+            add=lambda x_LK: difference_product(x_LK, values, totals, drawn, job_site.active_pass.anchor)
         )
 
-    def start(self, new: NewAdapter) -> None:
-        for (_, name), value in new.parameters.items():
+    def _draw_gates(self, job_site: JobAt) -> DrawnGates:
+        def random_key(tensor_name: str) -> int:
+            return mask_key(
+                job_site.adapter.seed, job_site.segment.step, f"{job_site.site.name}.{tensor_name}"
+            )
+
+        index_L = job_site.active_pass.microbatch.token_index_T[job_site.segment.rows]
+        return DrawnGates(
+            random_key(ALPHA), random_key(GROUP), job_site.adapter.spec.l0_weight, (index_L == 0).any()
+        )
+
+    def start(self, new_adapter: NewAdapter) -> None:
+        for (_, name), value in new_adapter.parameters.items():
             value.fill_(0.0 if name == W else ALPHA_START)
 
     def rate(self, spec: DiffSpec, name: str) -> float:
@@ -113,8 +121,8 @@ class Diff(PlainKind):
             found[site, GROUP] = delta_NK.new_full((1,), ALPHA_START)
         return found
 
-    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        return at.weight_NK + at.own[DELTA], at.bias_N
+    def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
+        return merge_site.weight_NK + merge_site.own[DELTA], merge_site.bias_N
 
 
 def _gated_difference(parameters: Parameters, site: str) -> Gated:

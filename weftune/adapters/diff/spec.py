@@ -1,4 +1,4 @@
-"""The adapter keys of a Diff-Pruning job. This module does not import torch."""
+"""The keys of a Diff-Pruning adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DiffSpec(TargetSpec):
     phase, the fraction `sparsity` of the gates is fixed at 1, and all others at 0."""
 
     implementation: ClassVar[str] = "weftune.adapters.diff.apply:Diff"
-    dense: ClassVar[bool] = True
+    is_dense: ClassVar[bool] = True
 
     kind: Literal["diff"] = "diff"
     sparsity: Annotated[float, Bound(above=0, at_most=1)] = 0.005

@@ -1,4 +1,4 @@
-"""DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row.
+"""DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row, and trained norms m.
 
 The norms of rows are constants in the backward, as in the paper and in PEFT. With dropout, PEFT keeps xWᵀ + b
 and applies dropout only to the terms that are added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
@@ -34,19 +34,19 @@ from weftune.ops.lora.tiling import DIRECT_RANKS
 class Dora(PlainKind):
     name = "dora"
 
-    def part(self, at: JobAt) -> JobPart:
-        spec: DoraSpec = at.adapter.spec
-        scale = spec.scale_at(at.site.name)
-        a_rK, b_rN = at.trained(A), at.trained(B)
-        length_N = _row_lengths(at, scale, a_rK.detach(), b_rN.detach())
-        g_N = at.trained(MAGNITUDE) / length_N
-        if not at.drops:
+    def part(self, job_site: JobAt) -> JobPart:
+        spec: DoraSpec = job_site.adapter.spec
+        scale = spec.scale_at(job_site.site.name)
+        a_rK, b_rN = job_site.trained(A), job_site.trained(B)
+        length_N = _row_lengths(job_site, scale, a_rK.detach(), b_rN.detach())
+        g_N = job_site.trained(MAGNITUDE) / length_N
+        if not job_site.drops:
             return JobPart(add=lambda x_LK: scale * (x_LK @ a_rK.T @ b_rN), g_out_N=g_N)
 
         def add(x_LK: Tensor) -> Tensor:
-            dropped_LK = at.dropped(x_LK)
+            dropped_LK = job_site.dropped(x_LK)
             low_rank_LN = scale * (dropped_LK @ a_rK.T @ b_rN)
-            return (g_N - 1.0) * at.frozen.unrounded_product(dropped_LK) + g_N * low_rank_LN
+            return (g_N - 1.0) * job_site.frozen.unrounded_product(dropped_LK) + g_N * low_rank_LN
 
         return JobPart(add=add)
 
@@ -56,21 +56,21 @@ class Dora(PlainKind):
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
-    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        if (at.site.name, MAGNITUDE) not in at.weights:
+    def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
+        if (tensors.site.name, MAGNITUDE) not in tensors.weights:
             return None
-        value_N = at.weight(MAGNITUDE)
+        value_N = tensors.weight(MAGNITUDE)
         inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
-        g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
-        return TiledPart(low_rank=low_rank(at), g_out=g_out)
+        g_out = SiteScale(value_N, tensors.total(MAGNITUDE), inverse_N)
+        return TiledPart(low_rank=low_rank(tensors), g_out=g_out)
 
-    def start(self, new: NewAdapter) -> None:
-        """Initialise A, B and m. B is zero, so m is the norm of each row of W."""
-        draw_lora(new)
-        fill_tokens(new)
-        for (site, name), value in new.parameters.items():
+    def start(self, new_adapter: NewAdapter) -> None:
+        """Initialise A, B and the trained norms m. B is zero, so m is the norm of each row of W."""
+        draw_lora(new_adapter)
+        fill_tokens(new_adapter)
+        for (site, name), value in new_adapter.parameters.items():
             if name == MAGNITUDE:
-                value.copy_(torch.linalg.vector_norm(new.weight_at(site), dim=1, dtype=value.dtype))
+                value.copy_(torch.linalg.vector_norm(new_adapter.weight_at(site), dim=1, dtype=value.dtype))
 
     def rate(self, spec: DoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0
@@ -101,21 +101,24 @@ class Dora(PlainKind):
     def spec_of(self, folder: Path) -> DoraSpec:
         return spec_from_config(DoraSpec, folder, read_config(folder))
 
-    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        whole_NK = at.weight_NK + at.spec.scale_at(at.site.name) * at.own[B].T @ at.own[A]
-        return (at.own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, at.bias_N
+    def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
+        whole_NK = (
+            merge_site.weight_NK
+            + merge_site.spec.scale_at(merge_site.site.name) * merge_site.own[B].T @ merge_site.own[A]
+        )
+        return (merge_site.own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, merge_site.bias_N
 
 
-def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
+def _row_lengths(job_site: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
     """Compute the norm ‖W + scale · BA‖ of each row from products of rank r: ‖w‖² + 2 scale w·(BA) + scale²
     ‖BA‖²."""
-    weight_NK = weight_matrix(at.frozen.weight)
+    weight_NK = weight_matrix(job_site.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
-    own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))
+    own_N = job_site.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))
     b_rN = b_rN.to(summed)
     across_rN = (a_rK @ weight_NK.T).to(summed)
     gram_rr = (a_rK @ a_rK.T).to(summed)
     cross_N = (b_rN * across_rN).sum(dim=0)
     square_N = (b_rN * (gram_rr @ b_rN)).sum(dim=0)
-    squares_N = at.over_all_inputs(own_N + 2 * scale * cross_N + scale**2 * square_N)
+    squares_N = job_site.over_all_inputs(own_N + 2 * scale * cross_N + scale**2 * square_N)
     return squares_N.clamp_min(0.0).sqrt()

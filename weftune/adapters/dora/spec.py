@@ -1,4 +1,5 @@
-"""The adapter keys of a DoRA job, the same as those of a LoRA job. This module does not import torch."""
+"""The keys of a DoRA adapter in a jobs file, the same as those of a LoRA adapter. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class DoraSpec(LoraSpec):
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
     runs_on_shards: ClassVar[bool] = True
-    served: ClassVar[bool] = False
+    is_served: ClassVar[bool] = False
 
     kind: Literal["dora"] = "dora"  # type: ignore[assignment]
 

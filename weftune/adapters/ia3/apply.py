@@ -1,4 +1,5 @@
-"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere; l starts at one."""
+"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere, with trained scales l that start
+at one."""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ from weftune.ops.lora.scales import SiteScale
 class Ia3(PlainKind):
     name = "ia3"
 
-    def part(self, at: JobAt) -> JobPart:
-        scale = at.trained(SCALE)
-        if at.adapter.spec.is_feedforward(at.site.name):
+    def part(self, job_site: JobAt) -> JobPart:
+        scale = job_site.trained(SCALE)
+        if job_site.adapter.spec.is_feedforward(job_site.site.name):
             return JobPart(g_in_K=scale)
         return JobPart(g_out_N=scale, scales_bias=True)
 
     def is_tiled(self, spec: Ia3Spec) -> bool:
         return True
 
-    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        if (at.site.name, SCALE) not in at.weights:
+    def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
+        if (tensors.site.name, SCALE) not in tensors.weights:
             return None
-        scale = SiteScale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
-        feedforward = at.adapter.spec.is_feedforward(at.site.name)
+        scale = SiteScale(tensors.weight(SCALE), tensors.total(SCALE), scales_bias=True)
+        feedforward = tensors.adapter.spec.is_feedforward(tensors.site.name)
         return TiledPart(g_in=scale) if feedforward else TiledPart(g_out=scale)
 
-    def start(self, new: NewAdapter) -> None:
-        for value in new.parameters.values():
+    def start(self, new_adapter: NewAdapter) -> None:
+        for value in new_adapter.parameters.values():
             value.fill_(1.0)
 
     def stored_name(self, site: str, name: str) -> str:
@@ -76,11 +77,12 @@ class Ia3(PlainKind):
             feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(map(str, feedforward)),
         )
 
-    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        scale = at.own[SCALE]
-        if at.spec.is_feedforward(at.site.name):
-            return at.weight_NK * scale, at.bias_N
-        return at.weight_NK * scale[:, None], None if at.bias_N is None else at.bias_N * scale
+    def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
+        scale = merge_site.own[SCALE]
+        if merge_site.spec.is_feedforward(merge_site.site.name):
+            return merge_site.weight_NK * scale, merge_site.bias_N
+        bias_N = None if merge_site.bias_N is None else merge_site.bias_N * scale
+        return merge_site.weight_NK * scale[:, None], bias_N
 
 
 def _used_names(modules: Sequence[str], sites: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The adapter keys of an IA³ job. This module does not import torch."""
+"""The keys of an IA³ adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
 from weftune.core.shapes import SiteShape
 
 SCALE = "scale"
-"""Name of the only parameter of an adapted linear."""
+"""Name of the only parameter that IA³ has at an adapted linear."""
 KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 

@@ -47,25 +47,27 @@ from weftune.ops.lora.table import LowRank
 
 
 class LoraBank(SiteBank):
-    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        found = [(segment, *self._attached[segment.adapter_job or ""]) for segment in self.segments(bound)]
+    def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
+        found = [
+            (segment, *self._attached[segment.adapter_job or ""]) for segment in self.segments(active_pass)
+        ]
         blocks = tuple(
-            _lora_block(adapter, weights, self._sites[site], segment, bound)
+            _lora_block(adapter, weights, self._sites[site], segment, active_pass)
             for segment, adapter, weights in found
             if (site, A) in weights
         )
         if not blocks:
             return SiteParts()
-        together = Blocks(blocks, bound.microbatch.token_index_T, bound.anchor)
-        return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
+        together = Blocks(blocks, active_pass.microbatch.token_index_T, active_pass.anchor)
+        return SiteParts(add=partial(add_lora, blocks=together, route=active_pass.route))
 
 
 def _lora_block(
-    adapter: JobAdapter, weights: Parameters, shape: SiteShape, segment: Segment, bound: Pass
+    adapter: JobAdapter, weights: Parameters, shape: SiteShape, segment: Segment, active_pass: Pass
 ) -> Block:
     spec: LoraSpec = adapter.spec
-    drops = bound.training and spec.dropout > 0.0
-    site, totals = shape.name, bound.totals[adapter.job]
+    drops = active_pass.training and spec.dropout > 0.0
+    site, totals = shape.name, active_pass.totals[adapter.job]
     own = LowRank(
         a_RK=weights[site, A],
         b_RN=weights[site, B],
@@ -78,34 +80,36 @@ def _lora_block(
     return Block(segment.start, segment.stop, own, block_key, shape.first_input)
 
 
-def low_rank(at: SiteTensors) -> LowRank:
+def low_rank(tensors: SiteTensors) -> LowRank:
     """Return a job's A and B at one linear, and the accumulators of their gradients, for the tiled
     kernels."""
-    spec: LoraSpec = at.adapter.spec
-    scale = spec.scale_at(at.site.name)
-    return LowRank(at.weight(A), at.weight(B), at.total(A), at.total(B), scale, spec.dropout)
+    spec: LoraSpec = tensors.adapter.spec
+    scale = spec.scale_at(tensors.site.name)
+    return LowRank(
+        tensors.weight(A), tensors.weight(B), tensors.total(A), tensors.total(B), scale, spec.dropout
+    )
 
 
-def draw_lora(new: NewAdapter) -> None:
+def draw_lora(new_adapter: NewAdapter) -> None:
     """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
-    if zeros := [value for (_, name), value in new.parameters.items() if name == B]:
+    if zeros := [value for (_, name), value in new_adapter.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for (site, name), value in new.parameters.items():
+    sites_by_shape: dict[tuple[int, ...], list[str]] = {}
+    for (site, name), value in new_adapter.parameters.items():
         if name == A:
-            alike.setdefault(tuple(value.shape), []).append(site)
-    for shape, names in alike.items():
-        values = [new.parameters[site, A] for site in names]
-        keys = [new.key(site, A) for site in names]
-        fill_uniform_batch(values, keys, bound=shape[-1] ** -0.5, draw_device=new.draw_device)
+            sites_by_shape.setdefault(tuple(value.shape), []).append(site)
+    for shape, names in sites_by_shape.items():
+        values = [new_adapter.parameters[site, A] for site in names]
+        keys = [new_adapter.key(site, A) for site in names]
+        fill_uniform_batch(values, keys, bound=shape[-1] ** -0.5, draw_device=new_adapter.draw_device)
 
 
 class Lora(PlainKind):
     name = "lora"
 
-    def start(self, new: NewAdapter) -> None:
-        draw_lora(new)
-        fill_tokens(new)
+    def start(self, new_adapter: NewAdapter) -> None:
+        draw_lora(new_adapter)
+        fill_tokens(new_adapter)
 
     def rate(self, spec: LoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0
@@ -119,15 +123,17 @@ class Lora(PlainKind):
     def is_tiled(self, spec: LoraSpec) -> bool:
         return True
 
-    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
-        return TiledPart(low_rank=low_rank(at)) if (at.site.name, A) in at.weights else None
+    def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
+        return TiledPart(low_rank=low_rank(tensors)) if (tensors.site.name, A) in tensors.weights else None
 
     def read_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         experts = {site.name: site.experts for site in sites}
-        found: dict[tuple[str, str], Tensor] = {}
+        parameters: dict[tuple[str, str], Tensor] = {}
         for site, (a, b) in read_start(spec, sites).items():
-            found[site, A], found[site, B] = stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
-        return found | read_token_and_head_tensors(spec, sites)
+            parameters[site, A], parameters[site, B] = (
+                stack_experts(a, b, experts[site]) if experts[site] else (a, b.T)
+            )
+        return parameters | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str

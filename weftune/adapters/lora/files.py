@@ -178,7 +178,7 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)
     refuse_other_tokens(folder, before, spec)
-    for path, shapes in spec.shapes_in_embedding(sites).items():
+    for path, shapes in spec.embedding_row_shapes(sites).items():
         (shape,), (stored_path, rows_nD) = shapes.values(), read_tokens(folder, spec)
         if stored_path != path:
             raise AdapterError(f"{folder} is for another base: its embedding is {stored_path}, not {path}")

@@ -1,4 +1,5 @@
-"""The adapter keys of a LoRA job, and LoRA's names and config in PEFT. This module does not import torch."""
+"""The keys of a LoRA adapter in a jobs file, and LoRA's names and config in PEFT. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class LoraSpec(TargetSpec):
     implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
     runs_on_shards: ClassVar[bool] = True
     peft_type: ClassVar[str | None] = "LORA"
-    served: ClassVar[bool] = True
+    is_served: ClassVar[bool] = True
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, SIZE] = 16
@@ -169,8 +170,8 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def spec_from_config(spec_class: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
-    """Return the spec, of LoRA or a kind with the same keys, from a PEFT config. Raise if the adapter changes
-    more than its target linears, or changes the base."""
+    """Return the spec of LoRA, or of a kind with the same keys, from a PEFT config. Raise AdapterError if the
+    adapter changes more than its target linears, or changes the base."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "

@@ -41,26 +41,28 @@ OVERSAMPLING = 8
 class Pissa(PlainKind):
     name = "pissa"
 
-    def part(self, at: JobAt) -> JobPart:
-        scale = at.adapter.spec.scale_at(at.site.name)
-        a_rK, b_rN = at.trained(A), at.trained(B)
-        first_a_rK, first_b_rN = at.detached_parameter(FIRST_A), at.detached_parameter(FIRST_B)
+    def part(self, job_site: JobAt) -> JobPart:
+        scale = job_site.adapter.spec.scale_at(job_site.site.name)
+        a_rK, b_rN = job_site.trained(A), job_site.trained(B)
+        first_a_rK, first_b_rN = job_site.detached_parameter(FIRST_A), job_site.detached_parameter(FIRST_B)
 
         def add(x_LK: Tensor) -> Tensor:
             # Not one product of rank 2r: as long as A is A₀ and B is B₀, the difference is exactly 0.
-            return scale * (at.dropped(x_LK) @ a_rK.T @ b_rN - x_LK @ first_a_rK.T @ first_b_rN)
+            return scale * (job_site.dropped(x_LK) @ a_rK.T @ b_rN - x_LK @ first_a_rK.T @ first_b_rN)
 
         return JobPart(add=add)
 
-    def start(self, new: NewAdapter) -> None:
-        fill_tokens(new)
-        for site in [site for site, name in new.parameters if name == FIRST_A]:
-            like_rK = new.parameters[site, FIRST_A]
-            weight_NK = new.weight_at(site).to(device=new.draw_device or like_rK.device, dtype=like_rK.dtype)
-            decomposed = decompose(site, weight_NK, len(like_rK), new.adapter)
-            a_rK, b_rN = principal_factors(decomposed, len(like_rK), new.adapter.spec.scale_at(site))
+    def start(self, new_adapter: NewAdapter) -> None:
+        fill_tokens(new_adapter)
+        for site in [site for site, name in new_adapter.parameters if name == FIRST_A]:
+            like_rK = new_adapter.parameters[site, FIRST_A]
+            weight_NK = new_adapter.weight_at(site).to(
+                device=new_adapter.draw_device or like_rK.device, dtype=like_rK.dtype
+            )
+            decomposed = decompose(site, weight_NK, len(like_rK), new_adapter.adapter)
+            a_rK, b_rN = principal_factors(decomposed, len(like_rK), new_adapter.adapter.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
-                new.parameters[site, name].copy_(value)
+                new_adapter.parameters[site, name].copy_(value)
 
     def rate(self, spec: PissaSpec, name: str) -> float:
         return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
@@ -68,17 +70,17 @@ class Pissa(PlainKind):
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """Return the parameters A, A₀, B and B₀ from the LoRA adapter of rank 2r in the folder
         `init_from`."""
-        found: dict[tuple[str, str], Tensor] = {}
+        parameters: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.as_lora(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
-            found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
-            found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
-        return found | read_token_and_head_tensors(spec, sites)
+            parameters |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
+            parameters |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
+        return parameters | read_token_and_head_tensors(spec, sites)
 
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write a LoRA adapter of rank 2r for the unchanged base."""
+        """Write the adapter as a LoRA adapter of twice the rank for the unchanged base."""
         weights = {
             site: (
                 torch.cat([value, parameters[site, FIRST_A]]),

@@ -1,4 +1,5 @@
-"""The adapter keys of a PiSSA job: those of a LoRA job and one more. This module does not import torch."""
+"""The keys of a PiSSA adapter in a jobs file: those of a LoRA adapter and one more. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prefix tuning: trained keys and values before every sample in every layer, as in PEFT without a projection.
 
-`Banks.read_keys` returns them, and `base.attention` attends to them. Shapes: P virtual tokens, N width of all
-key heads.
+`Banks.read_prefix_keys` returns them, and `base.attention` attends to them. Shapes: P virtual tokens, N width
+of all key heads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class PrefixTuning(PlainKind):
     def gathers(self, spec: PrefixSpec) -> bool:
         return True
 
-    def start(self, new: NewAdapter) -> None:
-        for (site, name), value in new.parameters.items():
-            fill_normal(value, new.key(site, name))
+    def start(self, new_adapter: NewAdapter) -> None:
+        for (site, name), value in new_adapter.parameters.items():
+            fill_normal(value, new_adapter.key(site, name))
 
     def config(
         self, spec: PrefixSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str

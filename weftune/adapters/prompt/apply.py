@@ -24,22 +24,22 @@ from weftune.ops.draw import draw_integers, fill_normal
 class Prompt(PlainKind):
     name = "prompt"
 
-    def start(self, new: NewAdapter) -> None:
-        for (site, name), value in new.parameters.items():
-            fill_normal(value, new.key(site, name))
+    def start(self, new_adapter: NewAdapter) -> None:
+        for (site, name), value in new_adapter.parameters.items():
+            fill_normal(value, new_adapter.key(site, name))
 
-    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        spec: PromptSpec = new.adapter.spec
+    def initialise(self, new_adapter: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        spec: PromptSpec = new_adapter.adapter.spec
         if spec.init == "random" or spec.init_from is not None:
-            PlainKind.initialise(self, new, sites)
+            PlainKind.initialise(self, new_adapter, sites)
             return
         path = embedding_path(sites)
         assert path is not None, "the first layer is among the sites of a whole base"
-        for (site, name), value in new.parameters.items():
-            weight_VD, scale = new.weight_at(path), new.weight_at(f"{path}.{EMBED_SCALE}")
-            ids = _repeat_tokens(new.adapter.start_tokens, len(value))
+        for (site, name), value in new_adapter.parameters.items():
+            weight_VD, scale = new_adapter.weight_at(path), new_adapter.weight_at(f"{path}.{EMBED_SCALE}")
+            ids = _repeat_tokens(new_adapter.adapter.start_tokens, len(value))
             if spec.init == "vocabulary":
-                ids = draw_integers(len(value), len(weight_VD), new.key(site, name))
+                ids = draw_integers(len(value), len(weight_VD), new_adapter.key(site, name))
             value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))
 
     def stored_name(self, site: str, name: str) -> str:
@@ -48,7 +48,7 @@ class Prompt(PlainKind):
     def config(
         self, spec: PromptSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str
     ) -> Any:
-        ((_, width),) = spec.shapes_outside(sites).values()
+        ((_, width),) = spec.shapes_outside_linears(sites).values()
         return peft_config(
             "PromptTuningConfig",
             base,

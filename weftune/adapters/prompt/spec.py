@@ -1,4 +1,4 @@
-"""The adapter keys of a prompt tuning job. This module does not import torch."""
+"""The keys of a prompt tuning adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class PromptSpec(TargetSpec):
     def rows_before(self) -> int:
         return self.num_virtual_tokens
 
-    def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the virtual tokens, as wide as the embedding, if this stage has layer 0."""
+    def shapes_outside_linears(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the virtual tokens, which are as wide as the embedding. Empty for a stage
+        without layer 0."""
         width = embedding_width(sites)
         return {} if width == 0 else {ROWS: (self.num_virtual_tokens, width)}

@@ -29,42 +29,44 @@ A, B = "vera_A", "vera_B"
 class Vera(PlainKind):
     name = "vera"
 
-    def part(self, at: JobAt) -> JobPart:
-        a_rK, b_rN = _local_columns(at.site, at.constant(A), at.constant(B))
-        d_r, e_N = at.trained(D), at.trained(E)
-        return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
+    def part(self, job_site: JobAt) -> JobPart:
+        a_rK, b_rN = _local_columns(job_site.site, job_site.constant(A), job_site.constant(B))
+        d_r, e_N = job_site.trained(D), job_site.trained(E)
+        return JobPart(add=lambda x_LK: e_N * ((job_site.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
 
     def is_tiled(self, spec: VeraSpec) -> bool:
         return True
 
-    def tiled_part(self, at: SiteTensors) -> TiledPart | None:
+    def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
         """Return the adapter as LoRA, whose A is a random constant times the vector d, and whose B is another
         constant times the vector e. Both products are recomputed for every linear."""
-        if (at.site.name, D) not in at.weights:
+        if (tensors.site.name, D) not in tensors.weights:
             return None
-        d_r, e_N, spec = at.weight(D), at.weight(E), at.adapter.spec
-        module = at.site.name.rpartition(".")[2]
-        shapes = {A: (spec.rank, at.site.in_features), B: (spec.rank, at.site.out_features)}
+        d_r, e_N, spec = tensors.weight(D), tensors.weight(E), tensors.adapter.spec
+        module = tensors.site.name.rpartition(".")[2]
+        shapes = {A: (spec.rank, tensors.site.in_features), B: (spec.rank, tensors.site.out_features)}
 
         def scratch(name: str, purpose: str, dtype: torch.dtype) -> Tensor:
             key = (module, name, purpose, shapes[name])
-            if key not in at.scratch:
-                at.scratch[key] = torch.zeros(shapes[name], dtype=dtype, device=d_r.device)
-            return at.scratch[key]
+            if key not in tensors.scratch:
+                tensors.scratch[key] = torch.zeros(shapes[name], dtype=dtype, device=d_r.device)
+            return tensors.scratch[key]
 
         a_rK, b_rN = (scratch(name, "weight", d_r.dtype) for name in (A, B))
         da_rK, db_rN = (scratch(name, "gradient", torch.float32) for name in (A, B))
-        constant_a, constant_b = _local_columns(at.site, at.weights[SHARED, A], at.weights[SHARED, B])
+        constant_a, constant_b = _local_columns(
+            tensors.site, tensors.weights[SHARED, A], tensors.weights[SHARED, B]
+        )
         # Columns that are not consecutive are a copy, which all layers share.
-        constant_b = at.scratch.setdefault((module, B, at.site.output_ranges), constant_b)
+        constant_b = tensors.scratch.setdefault((module, B, tensors.site.output_ranges), constant_b)
         return TiledPart(
             low_rank=LowRank(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
-            computed_pair=ComputedPair(d_r, e_N, at.total(D), at.total(E), constant_a, constant_b),
+            computed_pair=ComputedPair(d_r, e_N, tensors.total(D), tensors.total(E), constant_a, constant_b),
         )
 
-    def start(self, new: NewAdapter) -> None:
-        for (_, name), value in new.parameters.items():
-            value.fill_(new.adapter.spec.d_initial if name == D else 0.0)
+    def start(self, new_adapter: NewAdapter) -> None:
+        for (_, name), value in new_adapter.parameters.items():
+            value.fill_(new_adapter.adapter.spec.d_initial if name == D else 0.0)
 
     def constants_key(self, spec: VeraSpec) -> Hashable:
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
@@ -123,9 +125,14 @@ class Vera(PlainKind):
             **target_fields(config),
         )
 
-    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
-        a_rK, b_rN = at.own[A][:, : at.site.in_features], at.own[B][:, : at.site.out_features]
-        return at.weight_NK + at.own[E][:, None] * ((b_rN.T * at.own[D]) @ a_rK), at.bias_N
+    def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
+        a_rK, b_rN = (
+            merge_site.own[A][:, : merge_site.site.in_features],
+            merge_site.own[B][:, : merge_site.site.out_features],
+        )
+        return merge_site.weight_NK + merge_site.own[E][:, None] * (
+            (b_rN.T * merge_site.own[D]) @ a_rK
+        ), merge_site.bias_N
 
 
 def _local_columns(site: SiteShape, a_rK: Tensor, b_rN: Tensor) -> tuple[Tensor, Tensor]:

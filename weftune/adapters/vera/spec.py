@@ -1,4 +1,4 @@
-"""The adapter keys of a VeRA job. This module does not import torch."""
+"""The keys of a VeRA adapter in a jobs file. This module does not import torch."""
 
 from __future__ import annotations
 

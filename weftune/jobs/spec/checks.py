@@ -267,11 +267,11 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     sites = [site for site in shape.sites if adapter.adapts(site)]
-    if not adapter.served:
+    if not adapter.is_served:
         merged = "to serve it there, run weftune export --merged"
         remedy = merged if adapter.is_mergeable else "nor can they be merged into a model that it loads"
         yield f"vLLM does not load {adapter.kind} adapters; {remedy}"
-    if adapter.dense:
+    if adapter.is_dense:
         values = sum(map(adapter.parameters_at, sites))
         size = format_bytes(values * (shape.bytes_per_value + 4 * max(4, shape.bytes_per_value)))
         yield (
@@ -322,14 +322,14 @@ def _lora_warnings(
         for pattern in patterns:
             if not any(find_pattern([pattern], site.name) == pattern for site in sites):
                 yield f"{key} {format_value(pattern)} matches none of the job's targets"
-    if adapter.served and (adapter.rank_pattern or adapter.alpha_pattern):
+    if adapter.is_served and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
     if adapter.target_parameters:
         yield (
             "vLLM does not load adapters on experts as PEFT stores them; to serve it there, run weftune "
             "export --merged"
         )
-    if adapter.served and adapter.trained_tokens:
+    if adapter.is_served and adapter.trained_tokens:
         yield "vLLM does not load trainable_token_indices; to serve it there, run weftune export --merged"
     if adapter.scalar_head:
         yield "vLLM does not load the scalar head of a reward model as PEFT stores it"
@@ -461,7 +461,7 @@ def _mismatch_reason(source: str, source_adapter: TargetSpec, adapter: TargetSpe
             f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "
             f"set {keys} as {source} has it"
         )
-    if source_adapter.shapes_outside(shape.sites) != adapter.shapes_outside(shape.sites):
+    if source_adapter.shapes_outside_linears(shape.sites) != adapter.shapes_outside_linears(shape.sites):
         return f"{source} has weights of other shapes; write adapter as {source} has it"
     if source_adapter.scalar_head and not adapter.scalar_head:
         return f"{source} trains a reward model, which only objective: reward continues; write that"

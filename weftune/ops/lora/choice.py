@@ -61,11 +61,11 @@ class PlanTrial:
     """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
     slots: int
     """Number of slots (table entries for jobs) of the group, a compile-time constant of the kernels."""
-    drops: bool
-    residual: bool
-    transposed: bool
+    has_dropout: bool
+    has_residual: bool
+    is_transposed: bool
     """Whether the frozen weight is stored as [K, N]."""
-    aligned: bool
+    is_aligned: bool
     has_codes: bool = False
     """Whether the frozen weight is stored as 8-bit floats, and multiplied without dequantisation."""
 
@@ -90,10 +90,10 @@ class PlanTrial:
             ranks=rank_block(group.rank),
             bands=group.bands,
             slots=len(rows.key_S),
-            drops=group.has_dropout,
-            residual=residual,
-            transposed=weight_NK.stride(0) < weight_NK.stride(1),
-            aligned=group.table.is_aligned,
+            has_dropout=group.has_dropout,
+            has_residual=residual,
+            is_transposed=weight_NK.stride(0) < weight_NK.stride(1),
+            is_aligned=group.table.is_aligned,
             has_codes=weight_NK.dtype is CODES,
         )
 
@@ -103,7 +103,13 @@ class PlanTrial:
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
-        words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
+        flags = {
+            "drops": self.has_dropout,
+            "residual": self.has_residual,
+            "transposed": self.is_transposed,
+            "aligned": self.is_aligned,
+        }
+        words += [name for name, is_set in flags.items() if is_set]
         words += ["fp8"] if self.has_codes else []
         return f"{', '.join(words)}: {' or '.join(self.plans)}"
 
@@ -112,7 +118,7 @@ Measure = Callable[[PlanTrial], Mapping[ProductPlan, float]]
 """A function that runs a trial and returns the microseconds of every plan that the device can run. It raises
 `torch.OutOfMemoryError` if the trial does not fit."""
 Compile = Callable[[PlanTrial, ProductPlan], None]
-"""A function that compiles the kernels of a plan."""
+"""A function that compiles the kernels of a product plan with the shapes of a trial."""
 
 
 class Choices:
@@ -124,9 +130,10 @@ class Choices:
         compile: Compile | None = None,
         is_pinned: bool = False,
     ) -> None:
-        """`measure` runs a trial, and `compile` compiles the kernels of a plan. `file` caches the measured
-        plans. None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
-        If `is_pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
+        """Create the choice of product plans on one device. `measure` runs a trial, and `compile` compiles
+        the kernels of a plan. `file` caches the measured plans; None disables trials, as for Triton's
+        interpreter on a CPU, whose times do not apply to a GPU. If `is_pinned`, the first allowed plan is
+        used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing
@@ -202,21 +209,21 @@ class Choices:
         known = file.read().get(trial.key)
         if known is not None and known.plan in trial.plans:
             return known.plan
-        times: Mapping[ProductPlan, float] | None = None
+        plan_times: Mapping[ProductPlan, float] | None = None
         with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
-            times = self._measure(trial)
-        if times is None:
+            plan_times = self._measure(trial)
+        if plan_times is None:
             # Another process may have more memory, so nothing is written to the file.
             torch.cuda.empty_cache()
             return trial.plans[0]
-        if not times:
+        if not plan_times:
             # The kernels of these plans do not run on this device. `torch.mm` runs on all devices.
             return ProductPlan.wide
-        return file.add(trial.key, MeasuredPlan(fastest_plan(times), times), trial.plans).plan
+        return file.add(trial.key, MeasuredPlan(fastest_plan(plan_times), plan_times), trial.plans).plan
 
 
 def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
-    """Return the first plan, in the order of the enum, whose time is within `TIE` of the fastest."""
+    """Return the first plan, in the order of `ProductPlan`, whose time is within `TIE` of the fastest."""
     enough = TIE * min(plan_seconds.values())
     return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
 

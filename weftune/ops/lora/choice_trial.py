@@ -36,7 +36,8 @@ BUDGET = 60_000.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
 """Minimum and maximum number of timed rounds."""
 HEAD_START = 4_000_000
-"""Device cycles (a few milliseconds) for which the device sleeps while the host launches one round."""
+"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches one
+round."""
 
 
 def device_choices(device: torch.device) -> Choices:
@@ -132,8 +133,8 @@ def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
 
     outputs, rank = sum(trial.widths), trial.bands * trial.ranks
     names = [f"site{site}" for site in range(len(trial.widths))]
-    table = SlotTable.empty(names, trial.slots, device, trial.aligned, trial.bands)
-    group = Group(tuple(pairwise(accumulate(trial.widths, initial=0))), table, rank, trial.drops)
+    table = SlotTable.empty(names, trial.slots, device, trial.is_aligned, trial.bands)
+    group = Group(tuple(pairwise(accumulate(trial.widths, initial=0))), table, rank, trial.has_dropout)
     rows = Rows.empty(trial.rows, trial.slots, device)
     jobs = min(JOBS, trial.slots, trial.rows)
     edges = [job * trial.rows // jobs for job in range(jobs + 1)]
@@ -143,21 +144,21 @@ def synthetic_site(trial: PlanTrial, device: torch.device) -> TrialSite:
     def random_adapter(width: int) -> LowRank:
         a_RK, b_RN = random_matrix(rank, trial.features), random_matrix(rank, width)
         da_RK, db_RN = (torch.zeros_like(weight, dtype=torch.float32) for weight in (a_RK, b_RN))
-        return LowRank(a_RK, b_RN, da_RK, db_RN, scale=1.0, dropout=DROPOUT if trial.drops else 0.0)
+        return LowRank(a_RK, b_RN, da_RK, db_RN, scale=1.0, dropout=DROPOUT if trial.has_dropout else 0.0)
 
     adapters = [[random_adapter(width) for width in trial.widths] for _ in seats]
     for slot, own in enumerate(adapters):
         group.write(slot, own)
     weight_NK = (
         random_matrix(trial.features, outputs).T
-        if trial.transposed
+        if trial.is_transposed
         else random_matrix(outputs, trial.features)
     )
     return TrialSite(
         x_TK=random_matrix(trial.rows, trial.features),
         dy_TN=random_matrix(trial.rows, outputs),
         weight_NK=CodedMatrix.quantise(weight_NK) if trial.has_codes else weight_NK,
-        residual_TN=random_matrix(trial.rows, outputs) if trial.residual else None,
+        residual_TN=random_matrix(trial.rows, outputs) if trial.has_residual else None,
         group=group,
         rows=rows,
         adapters=adapters,

@@ -42,8 +42,9 @@ class ComputedPair:
 
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
-    """Return an empty table. An entry has the addresses of d, e, their accumulators and both constants, and
-    three numbers: the rank (0 if the slot has no VeRA) and the row strides of both constants."""
+    """Return an empty table of jobs' VeRA parameters. An entry has the addresses of d, e, their accumulators
+    and both constants, and three numbers: the rank (0 if the slot has no VeRA) and the row strides of both
+    constants."""
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 

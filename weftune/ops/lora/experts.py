@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weftune.ops import triton as kernels
-from weftune.ops.experts import ExpertSite, grouped_product, has_kernel
+from weftune.ops.experts import ExpertSite, grouped_product, supports_grouped_mm
 from weftune.ops.fallback import rehearse_kernels
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, allocate_da, da, down, ds_db, up
@@ -50,10 +50,10 @@ class SortedChoices:
     their assignment to kernel programs."""
 
     order_S: Tensor
-    """Maps each position in the sorted order to the index of a choice: k times the token plus the choice's
-    number."""
+    """Maps each position in the order by expert to the index of a choice (a pair of a token and one of its k
+    experts), which is k times the token plus the number of the expert among the token's."""
     sorted_index_Tk: Tensor
-    """Maps each choice to its position in the sorted order."""
+    """Maps each choice (a pair of a token and one of its experts) to its position in the order by expert."""
     stops_E: Tensor
     blocks_G5: Tensor
     """(start, stop, expert, first run, index after the last run) of each block of at most BLOCK rows of one
@@ -65,7 +65,8 @@ class SortedChoices:
     single piece (`ops.lora.rows`)."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x for the token of each choice, in the sorted order, [S, D]."""
+        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
+        order by expert, [S, D]."""
         return x_TD.index_select(0, self.order_S // self.sorted_index_Tk.shape[1])
 
 
@@ -160,7 +161,7 @@ def lora_experts(
             y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
         y_TD.backward(torch.zeros_like(y_TD))
 
-    shapes = [(site.weight_ENK.shape, site.group and site.group.launches) for site in sites]
+    shapes = [(site.weight_ENK.shape, site.group and site.group.launch_key) for site in sites]
     # Launch parameters depend on the number of tokens by its magnitude and its alignment only.
     tokens, active = experts_Tk.shape
     rows = tokens.bit_length(), tokens % 16 == 0, active
@@ -202,7 +203,8 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators."""
+        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators. None if no job has an adapter on
+        this linear."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -222,10 +224,10 @@ class ExpertLinears:
 
         (rows, inputs), outputs = left_SM.shape, self.weight_ENK.shape[2 if backward else 1]
         blocks = choose_product_blocks(rows, ((0, outputs),), left_SM.dtype, left_SM.device)
-        right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
+        right = [blocks.inner_size, blocks.columns] if backward else [blocks.columns, blocks.inner_size]
         target, call = left_SM.new_empty(rows, outputs), self.call
         kernels.experts.expert_product[(blocks.programs,)](
-            TensorDescriptor.from_tensor(left_SM, [BLOCK, blocks.inner]),
+            TensorDescriptor.from_tensor(left_SM, [BLOCK, blocks.inner_size]),
             TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
             target,
             s_SR,
@@ -241,7 +243,7 @@ class ExpertLinears:
             R=call.ranks if call else 1,
             M=BLOCK,
             C=blocks.columns,
-            D=blocks.inner,
+            D=blocks.inner_size,
             GROUP=blocks.group,
             ALIGNMENT=call.alignment(left_SM) if call else 1,
             PRECISION=precision(left_SM),
@@ -267,7 +269,7 @@ def best_plan(site: ExpertSite) -> ProductPlan:
 
 def multiplies_at_once(site: ExpertSite) -> bool:
     """Return whether a single kernel multiplies by the weights of all experts."""
-    return best_plan(site).is_fused or has_kernel(site.weight_ENK)
+    return best_plan(site).is_fused or supports_grouped_mm(site.weight_ENK)
 
 
 class _Experts(torch.autograd.Function):

@@ -26,10 +26,10 @@ from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
 from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
-"""Maximum number of rows for which a pass without gradients uses the kernels for few rows, and torch for the
-frozen product."""
+"""Maximum number of rows in a pass without gradients for which the adapters are computed by the kernels of
+this module, and the frozen product by torch."""
 TILE_ROWS = 16
-"""Rows per program in a decode step: the minimum that tensor cores can multiply."""
+"""Number of rows per program in a decode step: the minimum that tensor cores can multiply."""
 SHARE_INPUTS = 512
 """Number of inputs over which one share (partial sum) is computed. It grows where there would be more than
 MAX_SHARES shares."""
@@ -42,7 +42,8 @@ PROGRAMS = 512
 
 
 def is_unscaled_lora(group: Group) -> bool:
-    """Return whether all adapters of a group are LoRA without scales, which have kernels for few rows."""
+    """Return whether all adapters of a group are plain LoRA, without scales (IA³, DoRA) or computed matrices
+    (VeRA). The kernels for few rows support no others."""
     return group.g_out is None and group.g_in is None and group.computed_table is None
 
 

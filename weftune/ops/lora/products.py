@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weftune.core.weights import CODES, CodedWeight
 from weftune.ops import triton as kernels
-from weftune.ops.fp8 import codes_in_float32, row_codes
+from weftune.ops.fp8 import row_codes, unscaled_code_product
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, large_dx, large_y, up
 from weftune.ops.lora.tiling import ProductBlocks, SiteCall, blocks_for_codes
@@ -54,11 +54,12 @@ class Operands:
         """Shape of the result: rows of the left operand and rows of the right operand."""
         return len(self.left_TM), len(self.right_LM)
 
-    def unscaled_product(self, low: int, high: int) -> Tensor:
-        """Return the columns `low` to `high` of left · rightᵀ in float32, before the scales are applied."""
-        right_LM = self.right_LM[low:high]
+    def unscaled_product(self, first_column: int, end_column: int) -> Tensor:
+        """Return the columns `first_column` to `end_column` of left · rightᵀ in float32, before the scales
+        are applied."""
+        right_LM = self.right_LM[first_column:end_column]
         if self.has_codes:
-            return codes_in_float32(self.left_TM, right_LM)
+            return unscaled_code_product(self.left_TM, right_LM)
         return product_in_float32(self.left_TM, right_LM.T)
 
 
@@ -107,11 +108,11 @@ def wide_y(
     g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
-    for span in spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
+    for span in column_spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
         # The product is not assigned to a variable, which would keep it alive during the next product.
         up(
             s_TPR,
-            operands.unscaled_product(span.low, span.high),
+            operands.unscaled_product(span.first_column, span.end_column),
             span,
             bias_N,
             residual_TN,
@@ -125,19 +126,26 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask
-    applied."""
+    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask applied,
+    where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
-    for span in spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
-        add_dx(ds_TPR, operands.unscaled_product(span.low, span.high), span, dx_TK, call, operands.scale_T)
+    for span in column_spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
+        add_dx(
+            ds_TPR,
+            operands.unscaled_product(span.first_column, span.end_column),
+            span,
+            dx_TK,
+            call,
+            operands.scale_T,
+        )
     return dx_TK
 
 
-def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split the ranges of columns `parts` into blocks of `columns` columns, and yield groups of consecutive
-    blocks (spans), as few as `SPAN_BYTES` allows for temporary products."""
-    edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
+def column_spans(column_ranges: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
+    """Split each of `column_ranges` into blocks of `columns` columns, and yield groups of consecutive blocks
+    (spans), as few as `SPAN_BYTES` allows for temporary products."""
+    edges = [(at, min(at + columns, high)) for low, high in column_ranges for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
     for turn in range(count):
@@ -161,8 +169,8 @@ def fused_y(
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask
-    applied."""
+    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask applied,
+    where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 
@@ -189,10 +197,10 @@ def _fused_product(
     rows, outputs = target.shape
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
     kernels.product.product[(min(tiles, blocks.programs),)](
-        TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
-        TensorDescriptor.from_tensor(right, [blocks.columns, blocks.inner])
+        TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner_size]),
+        TensorDescriptor.from_tensor(right, [blocks.columns, blocks.inner_size])
         if turned
-        else TensorDescriptor.from_tensor(right.T, [blocks.inner, blocks.columns]),
+        else TensorDescriptor.from_tensor(right.T, [blocks.inner_size, blocks.columns]),
         None if residual is None else TensorDescriptor.from_tensor(residual, half),
         TensorDescriptor.from_tensor(target, half),
         None if unscaled is None else TensorDescriptor.from_tensor(unscaled, half),
@@ -210,14 +218,14 @@ def _fused_product(
         # For a single linear the width is a runtime argument, so that linears of all widths share the kernel.
         COLUMNS=() if backward or call.sites == 1 else call.columns,
         BACKWARD=backward,
-        TURNED=turned,
+        TRANSPOSED=turned,
         BANDS=call.bands,
         M=BLOCK,
-        D=blocks.inner,
-        ROUGH=blocks.products_per_sum,
+        D=blocks.inner_size,
+        PRODUCTS_PER_SUM=blocks.products_per_sum,
         GROUP=blocks.group,
-        LARGE=call.has_large_ranks,
-        DROPS=backward and call.has_dropout,
+        HAS_LARGE_RANKS=call.has_large_ranks,
+        HAS_DROPOUT=backward and call.has_dropout,
         **call.constants(target, blocks),
     )
     return target

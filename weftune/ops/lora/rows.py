@@ -160,20 +160,20 @@ def _row_pieces(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Split the runs into pieces of at most `max_rows` rows. Return the entries of `Rows.pieces_Q4` and of
     `Rows.sums_M3`."""
-    several: list[tuple[int, ...]] = []
-    alone: list[tuple[int, ...]] = []
-    nobody: list[tuple[int, ...]] = []
+    split_pieces: list[tuple[int, ...]] = []
+    single_pieces: list[tuple[int, ...]] = []
+    unassigned_pieces: list[tuple[int, ...]] = []
     sums: list[tuple[int, ...]] = []
     for run in runs:
         parts = _split_run(run, max_rows)
         if run.slot < 0:
-            nobody += [(*part, -1, 0) for part in parts]
+            unassigned_pieces += [(*part, -1, 0) for part in parts]
         elif len(parts) == 1:
-            alone += [(*part, run.slot, 1) for part in parts]
+            single_pieces += [(*part, run.slot, 1) for part in parts]
         else:
-            sums.append((run.slot, len(several), len(several) + len(parts)))
-            several += [(*part, run.slot, 0) for part in parts]
-    return several + alone + nobody, sums
+            sums.append((run.slot, len(split_pieces), len(split_pieces) + len(parts)))
+            split_pieces += [(*part, run.slot, 0) for part in parts]
+    return split_pieces + single_pieces + unassigned_pieces, sums
 
 
 def _put_entries(

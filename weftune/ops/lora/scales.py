@@ -89,8 +89,9 @@ def unscale_rows(
     rows: Rows,
     in_place: bool,
 ) -> Tensor:
-    """Compute the backward of g ⊙ u. Return g ⊙ dy, which overwrites dy if `in_place`, and add the sum of
-    dy · u over each job's rows to the accumulator of its g."""
+    """Compute the backward of g ⊙ u, where g are the scales of each row's job. Return g ⊙ dy, which
+    overwrites dy if `in_place`, and add the sum of dy · u over each job's rows to the accumulator of its
+    g."""
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
     partial_QM = dy_TM.new_empty(rows.max_pieces, dy_TM.shape[1], dtype=torch.float32)
     where = {

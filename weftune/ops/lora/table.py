@@ -67,7 +67,7 @@ class LowRank:
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
-        """Offsets in bytes from one band to the next in A, B, dA and dB."""
+        """Offsets in bytes from one band of ranks to the next in A, B, dA and dB."""
         return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 
@@ -147,14 +147,14 @@ class SlotTable:
                 if band:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
-    def set_experts(self, first: int, entry: LowRank) -> None:
-        """Write one job's adapters of all experts to consecutive slots from `first` on, on the host only. The
-        table must have one linear. The matrices of all experts are stacked, [experts, R, K] and [experts, R,
-        N]."""
+    def set_experts(self, first_slot: int, entry: LowRank) -> None:
+        """Write one job's adapters of all experts to consecutive slots from `first_slot` on, on the host
+        only. The table must have one linear. The matrices of all experts are stacked, [experts, R, K] and
+        [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
-        own = slice(first, first + experts)
+        own = slice(first_slot, first_slot + experts)
         strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
         assert not self.is_aligned or all(stride % ALIGNMENT == 0 for stride in strides)
         factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0
@@ -179,7 +179,7 @@ def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Ten
 
 
 AddressEntry = tuple[Sequence[int], Sequence[int]]
-"""Addresses and numbers of one job at one linear."""
+"""Type of a table entry: the addresses and the numbers of one job at one linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Group:
     """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
     g_in: AddressTable | None = None
     """Table of the scales of inputs. Only a group of a single linear can have it."""
-    has_row_lengths: bool = False
+    has_dora: bool = False
     """Whether a job may use DoRA, whose output scales include the inverse row norms of W + scale · BA."""
     computed_table: AddressTable | None = None
     """Table of the vectors and constants of VeRA (`ops.lora.computed`). None until a job uses VeRA."""
@@ -248,10 +248,10 @@ class Group:
         return self.table.bands
 
     @property
-    def launches(self) -> tuple[object, ...]:
+    def launch_key(self) -> tuple[object, ...]:
         """Values for which kernels are compiled, such as the rank. Groups with equal values use the same
         compiled kernels."""
-        tables = self.g_out is None, self.g_in is None, self.has_row_lengths, self.computed_table is None
+        tables = self.g_out is None, self.g_in is None, self.has_dora, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.is_aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:

@@ -50,7 +50,7 @@ def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
     """Return the trial that measures the fastest product plan for `lora_linear` with these arguments. None
-    for weights that are dequantised at each use, which have no trial."""
+    for weights that are dequantised at each use, whose plan is not measured."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _stored_tensor(weight)
@@ -113,7 +113,7 @@ def _rehearse_tiles(
         *(
             bias_N is None,
             residual_TN is None,
-            call.group.launches,
+            call.group.launch_key,
             call.slots,
             call.training,
             call.plan,
@@ -140,7 +140,7 @@ def _warm_up_few_rows(
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
-        *(bias_N is None, residual_TN is None, group.launches, slots, rows.tile),
+        *(bias_N is None, residual_TN is None, group.launch_key, slots, rows.tile),
     )
 
     def launch_kernels() -> None:
@@ -203,7 +203,7 @@ def forward(
         if group.g_in is not None:
             x_TK = scale_rows(x_TK, group.g_in, ((0, x_TK.shape[1]),), call.rows)
         s_TPR = down(x_TK, call)
-        if group.has_row_lengths:
+        if group.has_dora:
             row_lengths(matrix_like(x_TK, weight), call)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
         outputs = len(x_TK), group.columns[-1][1]
@@ -248,8 +248,8 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
-    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, so
-    dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
+    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, the
+    gradient of xAᵀ, so dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
     product = fused_dx if call.plan.is_fused else wide_dx
     if not needs_dx or not call.plan.uses_side_stream:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)

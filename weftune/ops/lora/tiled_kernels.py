@@ -29,13 +29,13 @@ with a large rank and end at once."""
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpan:
-    """A range of columns that consists of consecutive blocks: the index of the first block, the number of
-    blocks, and the columns `low` to `high`."""
+    """A range of columns, `first_column` to `end_column`, that consists of `block_count` consecutive blocks
+    from the block `first_block` on."""
 
-    first: int
-    blocks: int
-    low: int
-    high: int
+    first_block: int
+    block_count: int
+    first_column: int
+    end_column: int
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
@@ -63,10 +63,10 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
         int(not call.training),
         rows,
         features,
-        TOGETHER=tiling.down.parts_per_program,
+        PARTS=tiling.down.parts_per_program,
         M=call.rows.tile,
         SPLIT=tiling.down_splits > 1,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(x_TK, tiling.down),
     )
     if tiling.down_splits > 1:
@@ -107,10 +107,11 @@ def up(
     scale_T: Tensor | None = None,
     scale_N: Tensor | None = None,
 ) -> None:
-    """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span. `frozen_TW` has just
-    these columns of xWᵀ. The scales are those of 8-bit operands."""
+    """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, with s = factor ·
+    drop(x)Aᵀ and the output scales g of the job. `frozen_TW` has just these columns of xWᵀ; `scale_T` and
+    `scale_N` are the scales of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
-    kernels.site.up[(span.blocks, len(call.rows.tiles_G3))](
+    kernels.site.up[(span.block_count, len(call.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
         scale_T,
@@ -123,8 +124,8 @@ def up(
         table.address_PS4,
         table.rank_PS,
         *call.output_scales,
-        span.first,
-        span.low,
+        span.first_block,
+        span.first_column,
         y_TN.shape[1],
         frozen_TW.shape[1],
         COLUMNS=call.columns,
@@ -164,7 +165,8 @@ def db(
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
     """Compute dB. Add it to the accumulators, or write partial sums for jobs whose rows are split into
-    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds; dy is read only once."""
+    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of xAᵀ; dy is
+    read only once."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -181,7 +183,7 @@ def db(
         COLUMNS=call.columns,
         BANDS=call.bands,
         M=launch.rows,
-        DS=partial_ds_CTR is not None,
+        COMPUTES_DS=partial_ds_CTR is not None,
         **call.constants(s_TPR, launch),
     )
 
@@ -235,9 +237,9 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) ->
         call.rows.pieces_Q4,
         *call.adapters,
         x_TK.shape[1],
-        TOGETHER=launch.parts_per_program,
+        PARTS=launch.parts_per_program,
         M=launch.rows,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(x_TK, launch),
     )
 
@@ -250,29 +252,29 @@ def add_dx(
     call: SiteCall,
     scale_T: Tensor | None = None,
 ) -> None:
-    """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span.
-    `frozen_TW` has just these columns of dyW."""
+    """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span. ds is the
+    gradient of xAᵀ, and `frozen_TW` has just these columns of dyW."""
     launch = call.tiling.up
-    kernels.site_gradients.add_dx[(span.blocks, len(call.rows.tiles_G3))](
+    kernels.site_gradients.add_dx[(span.block_count, len(call.rows.tiles_G3))](
         ds_TPR,
         frozen_TW,
         scale_T,
         dx_TK,
         call.rows.tiles_G3,
         *call.adapters,
-        span.low,
+        span.first_column,
         dx_TK.shape[1],
         frozen_TW.shape[1],
         BANDS=call.bands,
         M=call.rows.tile,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB to the rows of y whose jobs have a rank that is too large for a fused product. Other rows are
-    left unchanged."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for a
+    fused product. Other rows are left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -290,8 +292,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
-    """Write ds · A, with the dropout mask applied, to the rows of dx whose jobs have a rank that is too large
-    for a fused product. Other rows are left unchanged."""
+    """Write ds · A (ds is the gradient of xAᵀ), with the dropout mask applied, to the rows of dx whose jobs
+    have a rank that is too large for a fused product. Other rows are left unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
@@ -302,7 +304,7 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
         BANDS=call.bands,
         M=BLOCK,
         SPAN=LARGE_SPAN,
-        DROPS=call.has_dropout,
+        HAS_DROPOUT=call.has_dropout,
         **call.constants(ds_TPR, launch),
     )
 

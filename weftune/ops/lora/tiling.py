@@ -21,8 +21,8 @@ from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 MIN_RANK = 16
 """Minimum number of ranks in a product of the kernels; smaller ranks are padded."""
 ONE_READ_RANKS = 64
-"""Maximum rank for which ds and dB are computed from one read of dy. With more ranks, the partial sums of ds
-are larger than dy."""
+"""Maximum rank for which dB and ds, the gradient of xAᵀ, are computed from one read of dy. With more ranks,
+the partial sums of ds are larger than dy."""
 TOGETHER_RANKS = 256
 """Maximum total rank of the parts that one program processes, limited by registers."""
 LARGE_SHARED_MEMORY = 160 << 10
@@ -33,15 +33,15 @@ there are about as many programs."""
 MASKING_PROGRAMS = 512
 """Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute sB and ds
-· A."""
+"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute the
+adapters' terms of y and dx."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a fused product needs."""
 BESIDE_COLUMNS = 32
 """Fixed cost of one wave of programs of a fused product, as the number of columns per program that take the
 same time."""
 FUSED_COLUMNS = 128
-"""A fused product requires every linear to start at a multiple of this number of columns."""
+"""Number of columns of which the first column of every linear must be a multiple for a fused product."""
 CODED_INNER = 128
 """Size of a fused product's blocks along the inner dimension, for 8-bit operands."""
 ROUGH_SUMS = 1 << 15
@@ -94,7 +94,7 @@ class ProductBlocks:
     """The block size, compiler options and number of programs of a fused product."""
 
     columns: int
-    inner: int
+    inner_size: int
     stages: int
     programs: int
     group: int = 8
@@ -112,23 +112,25 @@ class Tiling:
     up: KernelLaunch
     """Launch parameters of the kernels `up` and `add_dx`."""
     ds: KernelLaunch
-    """Launch parameters of the kernel that computes ds without dB."""
+    """Launch parameters of the kernel that computes ds, the gradient of xAᵀ, without dB."""
     ds_db: KernelLaunch
     db: KernelLaunch
     """Launch parameters of the kernel that computes dB alone. Its programs are small enough to run
     concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch parameters of the kernel that writes sB of jobs with large ranks before a fused product."""
+    """Launch parameters of the kernel that writes the output of adapters with large ranks before a fused
+    product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     down_splits: int
-    """Number of programs over which the sum over the inputs is split when s is computed."""
+    """Number of programs over which the sum over the inputs is split when xAᵀ is computed."""
     ds_splits: int
-    """Number of programs over which the sum over the outputs is split when ds is computed without dB."""
+    """Number of programs over which the sum over the outputs is split when ds, the gradient of xAᵀ, is
+    computed without dB."""
     reads_dy_once: bool
-    """Whether one kernel computes ds and dB from a single read of dy."""
+    """Whether one kernel computes dB and ds, the gradient of xAᵀ, from a single read of dy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -
     """Return launch parameters that fit the registers and the shared memory of the device."""
     count, device, half = len(rows.token_index_T), rows.buffer.device, dtype.itemsize == 2
     launches = _launches_for_16_bits(group, device) if half else _launches_for_32_bits(group)
-    if half and _is_crowded(rows, group, launches["ds_db"], device):
+    if half and _programs_share_multiprocessor(rows, group, launches["ds_db"], device):
         launches["ds_db"] = replace(launches["ds_db"], stages=2)
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
     programs = MASKING_PROGRAMS if group.has_dropout else PROGRAMS
@@ -259,7 +261,9 @@ def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
     return 1 << shares.bit_length() - 1
 
 
-def _is_crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
+def _programs_share_multiprocessor(
+    rows: Rows, group: Group, launch: KernelLaunch, device: torch.device
+) -> bool:
     """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > get_device_class(device).multiprocessors
@@ -309,10 +313,10 @@ def choose_product_blocks(
     programs = get_device_class(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
-    def time(width: int) -> int:
+    def estimated_time(width: int) -> int:
         return -(-_tile_count(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
 
-    return product_blocks(min(fitting, key=time), dtype, programs)
+    return product_blocks(min(fitting, key=estimated_time), dtype, programs)
 
 
 def _balanced_program_count(blocks: ProductBlocks, rows: int, outputs: int) -> int:
@@ -335,8 +339,10 @@ def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBl
 def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
     """Return the parameters for 8-bit operands with an inner dimension of `length`."""
     if length <= ROUGH_SUMS:
-        return replace(blocks, inner=CODED_INNER)
-    return replace(blocks, columns=FUSED_COLUMNS, inner=CODED_INNER, stages=4, products_per_sum=CODED_INNER)
+        return replace(blocks, inner_size=CODED_INNER)
+    return replace(
+        blocks, columns=FUSED_COLUMNS, inner_size=CODED_INNER, stages=4, products_per_sum=CODED_INNER
+    )
 
 
 def _launches_for_16_bits(group: Group, device: torch.device) -> dict[str, KernelLaunch]:

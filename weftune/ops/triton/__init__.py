@@ -51,7 +51,8 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def count_compilation() -> None:
-    """Make Triton report compilation times to the run's clock, unless another listener is installed."""
+    """Make Triton report each compilation, whose seconds are then counted as the run's compilation time
+    (`core.clock`). Do nothing if another listener is installed."""
     from triton import knobs
 
     def listen(*, times: Any, **_: Any) -> None:

@@ -21,19 +21,19 @@ VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
 
 
 @triton.jit
-def _vector_size(entry, EVEN: tl.constexpr):
-    """Return the number of values of a job's vectors. If EVEN, all sizes are multiples of 16, which lets the
-    compiler use wide memory accesses."""
+def _vector_size(entry, SIZES_ALIGNED: tl.constexpr):
+    """Return the number of values of a job's vectors. If SIZES_ALIGNED, all sizes are multiples of 16, which
+    lets the compiler use wide memory accesses."""
     size = tl.load(entry)
-    return tl.multiple_of(size, 16) if EVEN else size
+    return tl.multiple_of(size, 16) if SIZES_ALIGNED else size
 
 
 @triton.jit
-def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def squares(table_J2, squares_JB, SIZES_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Write the sum of squares of each block of each vector. The last block may be shorter."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
-    size = _vector_size(table_J2 + LENGTH, EVEN)
+    size = _vector_size(table_J2 + LENGTH, SIZES_ALIGNED)
     if block.to(tl.int64) * BLOCK >= size:
         return
     vector = tl.multiple_of(tl.load(table_J2 + VECTOR).to(tl.pointer_type(tl.float32)), 16)
@@ -48,7 +48,7 @@ def update(
     factors_J8,
     finite_JB,
     WEIGHT: tl.constexpr,
-    EVEN: tl.constexpr,
+    SIZES_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Apply one step of AdamW: update moments, master weights and the weights that passes read, and zero the
@@ -57,7 +57,7 @@ def update(
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     factors_J8 += job * 8
-    size = _vector_size(table_J6 + SIZE, EVEN)
+    size = _vector_size(table_J6 + SIZE, SIZES_ALIGNED)
     # There are as many programs per job as the largest job has blocks, so most programs of a small job end
     # here.
     if block.to(tl.int64) * BLOCK >= size:

@@ -16,8 +16,8 @@ from weftune.ops.triton.slots import matrix_pointer
 
 
 @triton.jit
-def pair_pointer(pairs, entry, WHICH: tl.constexpr, TYPE: tl.constexpr):
-    return tl.load(pairs + entry * 6 + WHICH).to(tl.pointer_type(TYPE))
+def pair_pointer(pairs, entry, MATRIX: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(pairs + entry * 6 + MATRIX).to(tl.pointer_type(TYPE))
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def write_nf4(
     offset: tl.tensor,
     out: tl.tensor,
     values: tl.tensor,
-    NESTED: tl.constexpr,
+    HAS_NESTED_MAXIMA: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
     # All words of a program belong to one block of 256 maxima, so that offsets within it are small numbers.
@@ -32,7 +32,7 @@ def write_nf4(
     remaining = tl.minimum(values - start * 8, WORDS * 8).to(tl.int32)
     word_W = tl.arange(0, WORDS)
     scale_W = tl.load(absmax + start // 8 + word_W // 8, mask=word_W * 8 < remaining, other=0)
-    if NESTED:
+    if HAS_NESTED_MAXIMA:
         scale_W = tl.load(nested_code + scale_W.to(tl.int32))
         scale_W *= tl.load(nested_absmax + start // 2048)
         scale_W += tl.load(offset)

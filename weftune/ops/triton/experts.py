@@ -91,7 +91,7 @@ def expert_product(
     s,
     runs,
     blocks,
-    used,
+    used_blocks,
     address,
     rank,
     N,
@@ -107,13 +107,11 @@ def expert_product(
     PRECISION: tl.constexpr,
 ):
     """Compute target [rows, N]: each row of lhs [rows, K] times the matrix of its expert, plus the adapters'
-    products.
-
-    Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB. Backward: rhs is W as
-    [experts · K, N], and the adapters add ds · A. If s is None, no adapters are added.
-    """
+    products. Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB with s = xAᵀ.
+    Backward: rhs is W as [experts · K, N], and the adapters add ds · A, where `s` holds ds, the gradient of
+    xAᵀ. If s is None, no adapters are added."""
     H: tl.constexpr = C // 2
-    row_blocks = tl.load(used)
+    row_blocks = tl.load(used_blocks)
     column_blocks = tl.cdiv(N, C)
     tl.assume(K > 0)
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
@@ -209,7 +207,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
 
 
 @triton.jit
-def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
+def summed_choices(y, sorted_index, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute B columns of the sum of the outputs of a token's experts, in the order of the token's
     choices."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -218,6 +216,6 @@ def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, 
     inside_B = column_B < WIDTH
     sum_B = tl.full((BLOCK,), 0.0, tl.float32)
     for choice in tl.static_range(ACTIVE):
-        row = tl.load(places + token * ACTIVE + choice).to(tl.int64)
+        row = tl.load(sorted_index + token * ACTIVE + choice).to(tl.int64)
         sum_B += tl.load(y + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
     tl.store(total + token * WIDTH + column_B, sum_B.to(total.dtype.element_ty), mask=inside_B)

@@ -22,7 +22,7 @@ from weftune.ops.triton.slots import band_count, column_block, matrix_pointer
 @triton.jit(do_not_specialize=["T"])
 def down_share(
     x,
-    partial,
+    partial_sums,
     tiles,
     address,
     rank,
@@ -63,12 +63,12 @@ def down_share(
         a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_R1 & inside_1C, other=0.0)
         s_MR = tl.dot(x_MC, tl.trans(a_RC), s_MR, input_precision=PRECISION)
     at_MR = ((part * SPLITS + share) * T + row_M)[:, None] * R + r_R[None, :]
-    tl.store(partial + at_MR, s_MR, mask=inside_M1)
+    tl.store(partial_sums + at_MR, s_MR, mask=inside_M1)
 
 
 @triton.jit(do_not_specialize=["T"])
 def up_shares(
-    partial,
+    partial_sums,
     frozen,
     row_scale,
     column_scale,
@@ -94,8 +94,8 @@ def up_shares(
     PRECISION: tl.constexpr,
 ):
     """Compute y = frozen + sB + bias + residual in SPAN columns of one site (an adapted linear), rounded
-    once. s is the sum of its shares times the factor of evaluation. `frozen` is xWᵀ in float32, which is
-    first multiplied by its scales if it has any."""
+    once. s = scale · xAᵀ is the sum of its shares (partial sums) times the scale. `frozen` is xWᵀ in float32,
+    which is first multiplied by its scales if it has any."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     tile = tl.program_id(1)
@@ -117,7 +117,7 @@ def up_shares(
     if bands > 0:
         entry = site * S + slot
         ranks = tl.load(rank + entry)
-        s_MR = sum_shares(partial, factor, entry, site, row_M, inside_M1, ranks, T, R, M, SPLITS).to(
+        s_MR = sum_shares(partial_sums, factor, entry, site, row_M, inside_M1, ranks, T, R, M, SPLITS).to(
             y.dtype.element_ty
         )
     b = matrix_pointer(address, entry, 1, y.dtype.element_ty, ALIGNMENT)
@@ -140,7 +140,7 @@ def up_shares(
                 part = band * SITES + site
                 more = part * S + slot
                 own = tl.load(rank + more)
-                more_MR = sum_shares(partial, factor, more, part, row_M, inside_M1, own, T, R, M, SPLITS)
+                more_MR = sum_shares(partial_sums, factor, more, part, row_M, inside_M1, own, T, R, M, SPLITS)
                 more_b = matrix_pointer(address, more, 1, y.dtype.element_ty, ALIGNMENT)
                 more_RC = tl.load(more_b + b_at_RC, mask=(r_R < own)[:, None] & inside_1C, other=0.0)
                 y_MC = tl.dot(more_MR.to(y.dtype.element_ty), more_RC, y_MC, input_precision=PRECISION)
@@ -153,7 +153,7 @@ def up_shares(
 
 @triton.jit
 def sum_shares(
-    partial,
+    partial_sums,
     factor,
     entry,
     part,
@@ -165,11 +165,12 @@ def sum_shares(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return factor · the sum of the shares (partial sums) of one part. It is 0 in ranks above the job's."""
+    """Return the sum of the shares (partial sums) of one part (a band of ranks of one linear), times the
+    factor. It is 0 in ranks above the job's."""
     r_R = tl.arange(0, R)
     s_MR = tl.full((M, R), 0.0, tl.float32)
     for share in tl.static_range(SPLITS):
         at_MR = ((part * SPLITS + share) * T + row_M)[:, None] * R + r_R[None, :]
-        s_MR += tl.load(partial + at_MR, mask=inside_M1, other=0.0)
+        s_MR += tl.load(partial_sums + at_MR, mask=inside_M1, other=0.0)
     # The second factor of an entry is that of evaluation.
     return tl.where((r_R < ranks)[None, :], s_MR * tl.load(factor + entry * 2 + 1), 0.0)

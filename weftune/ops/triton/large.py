@@ -66,8 +66,8 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB to a job's rows of y, in SPAN columns of one linear, if the job's rank exceeds what a fused
-    product supports."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to a job's rows of y, in SPAN columns of one linear, if the
+    job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -146,12 +146,12 @@ def large_dx(
     M: tl.constexpr,
     C: tl.constexpr,
     SPAN: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write, in SPAN columns of a job's rows of dx, the sum of ds · A with dropout masks over all linears
-    where the job's rank exceeds what a fused product supports."""
+    """Compute SPAN columns of a job's rows of dx: the sum of ds · A (ds is the gradient of xAᵀ) with dropout
+    masks over all linears where the job's rank exceeds what a fused product supports."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)
@@ -183,7 +183,7 @@ def large_dx(
             dx_MC = tl.full((M, C), 0.0, tl.float32)
             for i in tl.static_range(SITES):
                 a_RC = load_weight_columns(weights[i], k_C, K, ranks[i], R)
-                if DROPS:
+                if HAS_DROPOUT:
                     part_MC = tl.dot(factors[i], a_RC, input_precision=PRECISION)
                     dx_MC += kept_values(
                         part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S, P
@@ -206,7 +206,7 @@ def large_dx(
                     a = matrix_pointer(address, part * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
                     a_RC = load_weight_columns(a, k_C, K, here, R)
                     part_MC = tl.dot(ds_MR, a_RC, part_MC, input_precision=PRECISION)
-                if DROPS:
+                if HAS_DROPOUT:
                     part_MC = kept_values(
                         part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S, P
                     )

@@ -15,9 +15,9 @@ LEAST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _capped_logits(z_B, multiplier, softcap, CAPS: tl.constexpr):
+def _capped_logits(z_B, multiplier, softcap, HAS_SOFTCAP: tl.constexpr):
     value_B = z_B.to(tl.float32) * multiplier
-    if CAPS:
+    if HAS_SOFTCAP:
         # cap · tanh(v / cap), computed by Triton's exponential.
         small_B = tl.exp(-2.0 * tl.abs(value_B) / softcap)
         tanh_B = (1.0 - small_B) / (1.0 + small_B)
@@ -35,7 +35,7 @@ def target_logprobs(
     vocabulary,
     multiplier,
     softcap,
-    CAPS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -48,7 +48,7 @@ def target_logprobs(
     z += row * vocabulary
     gradient += row * vocabulary
     target = tl.load(targets + row)
-    wanted = _capped_logits(tl.load(z + target), multiplier, softcap, CAPS)
+    wanted = _capped_logits(tl.load(z + target), multiplier, softcap, HAS_SOFTCAP)
     # Finite, so that a lane without values does not subtract an infinity from itself.
     most_B = tl.full((BLOCK,), LEAST, tl.float32)
     sum_B = tl.zeros((BLOCK,), tl.float32)
@@ -58,7 +58,7 @@ def target_logprobs(
         at_B = start + tl.arange(0, BLOCK)
         inside_B = at_B < vocabulary
         z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
-        value_B = tl.where(inside_B, _capped_logits(z_B, multiplier, softcap, CAPS), float("-inf"))
+        value_B = tl.where(inside_B, _capped_logits(z_B, multiplier, softcap, HAS_SOFTCAP), float("-inf"))
         new_B = tl.maximum(most_B, value_B)
         sum_B = sum_B * tl.exp(most_B - new_B) + tl.exp(value_B - new_B)
         most_B = new_B
@@ -78,8 +78,8 @@ def target_logprobs(
             at_B = start + tl.arange(0, BLOCK)
             inside_B = at_B < vocabulary
             z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
-            value_B = _capped_logits(z_B, multiplier, softcap, CAPS)
+            value_B = _capped_logits(z_B, multiplier, softcap, HAS_SOFTCAP)
             d_B = tl.where(at_B == target, 1.0, 0.0) - tl.exp(value_B - norm)
-            if CAPS:
+            if HAS_SOFTCAP:
                 d_B *= 1.0 - (value_B / softcap) * (value_B / softcap)
             tl.store(gradient + at_B, (d_B * multiplier).to(gradient.dtype.element_ty), mask=inside_B)

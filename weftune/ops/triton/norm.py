@@ -22,14 +22,14 @@ def norm_forward(
     rows: tl.tensor,
     eps: tl.tensor,
     offset: tl.tensor,
-    onto: tl.tensor,
-    onto_stride: tl.tensor,
+    residual: tl.tensor,
+    residual_stride: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute n, the normalised x, and rstd, the inverse root of the mean square of x. If `onto` is given,
-    write onto + n instead of n."""
+    """Compute n, the normalised x, and rstd, the inverse root of the mean square of x. If `residual` is
+    given, write residual + n instead of n."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -37,13 +37,15 @@ def norm_forward(
     x_at_RB = row_R[:, None] * x_stride + column_B[None, :]
     x_RB = tl.load(x + x_at_RB, mask=inside_RB, other=0.0).to(tl.float32)
     weight_B = tl.load(weight + column_B, mask=column_B < WIDTH, other=0.0).to(tl.float32) + offset
-    if onto is not None:
-        onto_RB = tl.load(onto + row_R[:, None] * onto_stride + column_B[None, :], mask=inside_RB, other=0.0)
+    if residual is not None:
+        residual_RB = tl.load(
+            residual + row_R[:, None] * residual_stride + column_B[None, :], mask=inside_RB, other=0.0
+        )
     rstd_R = tl.rsqrt(tl.sum(x_RB * x_RB, axis=1) / WIDTH + eps)
     tl.store(rstd + row_R, rstd_R, mask=row_R < rows)
     n_RB = x_RB * rstd_R[:, None] * weight_B[None, :]
-    if onto is not None:
-        n_RB += onto_RB.to(tl.float32)
+    if residual is not None:
+        n_RB += residual_RB.to(tl.float32)
     tl.store(n + at_RB, n_RB.to(n.dtype.element_ty), mask=inside_RB)
 
 

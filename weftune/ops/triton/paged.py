@@ -39,15 +39,15 @@ def attend_share(
     R: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Write the unnormalised output of a share (range) of a sequence's rows, its largest score, and the sum
     of the exponentials of its scores. For a share without rows this sum is 0."""
     sequence, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    first = tl.maximum(length - window, 0) if WINDOWED else 0
+    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
     span = tl.cdiv(tl.cdiv(length - first, N), SHARES) * N
     start = first + share * span
     stop = tl.minimum(length, start + span)
@@ -72,7 +72,7 @@ def attend_share(
         is_value_ND = is_row_N[:, None] & is_width_D
         k_ND = tl.load(keys + at_ND, mask=is_value_ND, other=0.0)
         score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale
-        if CAPS:
+        if HAS_SOFTCAP:
             small_RN = tl.exp(-2.0 * tl.abs(score_RN) / softcap)
             tanh_RN = (1.0 - small_RN) / (1.0 + small_RN)
             score_RN = softcap * tl.where(score_RN < 0, -tanh_RN, tanh_RN)

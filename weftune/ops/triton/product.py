@@ -67,11 +67,9 @@ def split_halves(sum_MC):
 
 @triton.jit
 def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
-    """Return s · weight, computed as one small product for each 16 rows, which belong to one warp.
-
-    As one large product it would use the instructions of the warp group. The compiler would then wait after
-    each such instruction of the frozen product.
-    """
+    """Return s · weight, computed as one small product for each 16 rows, which belong to one warp. One large
+    product would use instructions of the whole warp group, and the compiler would then wait after each such
+    instruction of the frozen product."""
     M: tl.constexpr = s_MR.shape[0]
     R: tl.constexpr = s_MR.shape[1]
     H: tl.constexpr = weight_RH.shape[1]
@@ -99,14 +97,14 @@ def own_rank_product(
     T,
     S: tl.constexpr,
     P: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
     R: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s and a job's B or A, as `low_rank_product` does, for a job with at most OWN
-    ranks in the part (band of ranks of one linear)."""
-    r_R = tl.arange(0, OWN)
+    """Return the product of s = xAᵀ (or its gradient) and a job's B (or A), as `low_rank_product` does, for a
+    job with at most OWN_RANKS ranks in the part (band of ranks of one linear)."""
+    r_R = tl.arange(0, OWN_RANKS)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
         mask=(r_R < ranks)[:, None] & (column_H < high)[None, :],
@@ -115,7 +113,7 @@ def own_rank_product(
     s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
     s_MR = tl.load(s + s_at_MR, mask=is_own_M[:, None], other=0.0)
     added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
-    if DROPS:
+    if HAS_DROPOUT:
         drops = tl.load(threshold + part * S + slot)
         if drops > NEVER:
             token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
@@ -143,29 +141,27 @@ def low_rank_product(
     low,
     high,
     T,
-    WHICH: tl.constexpr,
+    MATRIX: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s and a job's B (WHICH 1) or A (WHICH 0) of a part, which the caller adds to the
-    job's own rows. The result in other rows is undefined.
-
-    Small ranks have a separate code path if other jobs have much larger ones.
-    """
-    weight = matrix_pointer(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
+    """Return the product of s = xAᵀ and a job's B (MATRIX 1), or of the gradient of s and A (MATRIX 0), in
+    one part, which the caller adds to the job's own rows. The result in other rows is undefined. Small ranks
+    have a separate code path if other jobs have much larger ones."""
+    weight = matrix_pointer(address, part * S + slot, MATRIX, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
         added_MH = own_rank_product(
             s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, is_own_M, column_H,
-            low, high, T, S, P, 16, R, DROPS, PRECISION,
+            low, high, T, S, P, 16, R, HAS_DROPOUT, PRECISION,
         )  # fmt: skip
     else:
         added_MH = own_rank_product(
             s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, is_own_M, column_H,
-            low, high, T, S, P, R if R < DIRECT else DIRECT, R, DROPS, PRECISION,
+            low, high, T, S, P, R if R < DIRECT else DIRECT, R, HAS_DROPOUT, PRECISION,
         )  # fmt: skip
     return added_MH
 
@@ -193,7 +189,7 @@ def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
 
 @triton.jit
 def scale_runs(
-    y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
+    y_MH, runs, first, end, bias, scales, scales_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
     """Return y with the rows of every run multiplied by the scales g of the run's job. For a job that also
     scales the bias, bias · (g − 1) is added, because the bias itself is added later."""
@@ -206,7 +202,7 @@ def scale_runs(
             g_H = scale_at(scales, entry, n_H - low, n_H < high, s.dtype.element_ty)
             scaled_MH = y_MH * g_H[None, :]
             if bias is not None:
-                changes_H = (n_H < high) & (tl.load(with_bias + entry) != 0)
+                changes_H = (n_H < high) & (tl.load(scales_bias + entry) != 0)
                 bias_H = tl.load(bias + n_H, mask=changes_H, other=0.0).to(tl.float32)
                 scaled_MH += (bias_H * (g_H - 1.0))[None, :]
             y_MH = tl.where(is_own_M[:, None], scaled_MH, y_MH)
@@ -234,13 +230,13 @@ def product(
     threshold,
     crc,
     scales,
-    with_bias,
+    scales_bias,
     T,
     N,
     K,
     COLUMNS: tl.constexpr,
     BACKWARD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
     BANDS: tl.constexpr,
@@ -248,10 +244,10 @@ def product(
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
-    ROUGH: tl.constexpr,
+    PRODUCTS_PER_SUM: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGE: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_LARGE_RANKS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -260,11 +256,12 @@ def product(
     If jobs scale their outputs, the values before scaling, residual and bias are written to `unscaled`;
     blocks without rows of such jobs are left unchanged.
 
-    Forward: the adapters add sB of the site that the columns belong to. Backward: the adapters add ds · A,
-    with dropout masks applied, of all sites. `target` holds the products of large slots when the kernel
-    starts. `rhs` is stored as [K, N], or as [N, K] if TURNED. With 8-bit operands the sum is multiplied by
-    their scales. ROUGH is the number of 8-bit products that a tensor core may sum by itself (None means all);
-    it keeps only some 14 bits of such a sum.
+    Forward: the adapters add sB, with s = factor · drop(x)Aᵀ, of the site that the columns belong to.
+    Backward: the adapters add ds · A (ds is the gradient of xAᵀ), with dropout masks applied, of all sites.
+    `target` holds the products of large slots when the kernel starts. `rhs` is stored as [K, N], or as [N, K]
+    if TRANSPOSED. With 8-bit operands the sum is multiplied by their scales. PRODUCTS_PER_SUM is the number
+    of 8-bit products that a tensor core may sum by itself (None means all); it keeps only some 14 bits of
+    such a sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS
@@ -278,8 +275,10 @@ def product(
         sum_MC = tl.zeros((M, C), tl.float32)
         for k in range(0, K, D):
             lhs_MD = lhs.load([row_block * M, k])
-            rhs_DC = rhs.load([column_block * C, k]).T if TURNED else rhs.load([k, column_block * C])
-            sum_MC = tl.dot(lhs_MD, rhs_DC, sum_MC, input_precision=PRECISION, max_num_imprecise_acc=ROUGH)
+            rhs_DC = rhs.load([column_block * C, k]).T if TRANSPOSED else rhs.load([k, column_block * C])
+            sum_MC = tl.dot(
+                lhs_MD, rhs_DC, sum_MC, input_precision=PRECISION, max_num_imprecise_acc=PRODUCTS_PER_SUM
+            )
         row_M = row_block * M + tl.arange(0, M)
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS
@@ -308,7 +307,7 @@ def product(
                     part = turn % PARTS
                 ranks = tl.load(rank + part * S + slot)
                 direct = ranks > 0
-                if LARGE:
+                if HAS_LARGE_RANKS:
                     large = is_large(rank, part, slot, S, P, BANDS, R)
                     some = some | large
                     large_M = large_M | (is_own_M & large)
@@ -317,18 +316,18 @@ def product(
                     added_MH = low_rank_product(
                         s, key, token_index, address, ranks, threshold, crc,
                         slot, part, row_M, is_own_M, n_H, low, high, T,
-                        0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
+                        0 if BACKWARD else 1, S, P, R, HAS_DROPOUT, ALIGNMENT, PRECISION,
                     )  # fmt: skip
                     y_MH += tl.where(is_own_M[:, None], added_MH, 0.0)
                 turn += 1
-            if LARGE and some:
+            if HAS_LARGE_RANKS and some:
                 written_MH = target.load([row_block * M, column]).to(tl.float32)
                 y_MH += tl.where(large_M[:, None], written_MH, 0.0)
             if unscaled is not None:
                 if has_scaled_outputs(runs, first, end, scales, part, S):
                     unscaled.store([row_block * M, column], y_MH.to(target.dtype))
                 y_MH = scale_runs(
-                    y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S, s
+                    y_MH, runs, first, end, bias, scales, scales_bias, part, row_M, n_H, low, high, S, s
                 )
                 y_MH = add_residual_and_bias(y_MH, residual, bias, n_H, row_block * M, column, N)
             target.store([row_block * M, column], y_MH.to(target.dtype))

@@ -91,8 +91,8 @@ def load_parts(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return every head of a tile, loaded from queries, keys or values; zeros if the tensor of these is
-    None."""
+    """Return every head of a tile, loaded from queries, keys or values. Heads whose tensor is None are
+    zero."""
     k_C = head_C - HEADS
     v_C = k_C - GROUPS
     values_CB = tl.zeros((CHUNK, BLOCK), dtype=tl.float32)
@@ -214,8 +214,9 @@ def rotary_backward(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ) -> None:
-    """Rotate the gradients back. If the heads have a norm, also compute the gradient through it; `qkv` is its
-    input: dx = rstd · (w · dn − x · rstd² · mean(w · dn · x))."""
+    """Rotate the gradients back. If the heads have a norm, also compute the gradient of its input x (a part
+    of `qkv`): dx = rstd · (w · dn − x · rstd² · mean(w · dn · x)), where w is the norm's weight, dn the
+    gradient of its output and rstd the inverse root of the mean square of x."""
     CHUNKS: tl.constexpr = (HEADS + 2 * GROUPS + CHUNK - 1) // CHUNK
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     head_C = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)

@@ -68,13 +68,14 @@ def scale(
 
 @triton.jit
 def unscale(
-    dy, u, bias, du, partial, pieces, address, with_bias, N,
+    dy, u, bias, du, partial_sums, pieces, address, scales_bias, N,
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute du = dy ⊙ g for a piece (range of a job's rows), or copy dy if the job has no scales g. If
-    IN_PLACE, du is dy. The piece's part of the gradient of the trained vector, Σ dy · u · inverse, is added
-    to the accumulator if the job has no other piece, and written to `partial` otherwise."""
+    """Compute du = dy ⊙ g for a piece (range of a job's rows), the gradient of the unscaled values u, or copy
+    dy if the job has no scales g. If IN_PLACE, du is dy. The piece's part of the gradient of the trained
+    vector, Σ dy · u · inverse (DoRA's factor), is added to the accumulator if the job has no other piece, and
+    written to `partial_sums` otherwise."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     piece = tl.program_id(1)
     start = tl.load(pieces + piece * 4)
@@ -93,8 +94,8 @@ def unscale(
     if scaled:
         g_C = scale_at(address, entry, n_C - origin, inside_C, dy.dtype.element_ty)
         if bias is not None:
-            scales_bias = tl.load(with_bias + entry) != 0
-            bias_C = tl.load(bias + n_C, mask=inside_C & scales_bias, other=0.0).to(tl.float32)
+            is_bias_scaled = tl.load(scales_bias + entry) != 0
+            bias_C = tl.load(bias + n_C, mask=inside_C & is_bias_scaled, other=0.0).to(tl.float32)
     sum_C = tl.full((C,), 0.0, tl.float32)
     for row in range(start, stop, M):
         row_M = (row + tl.arange(0, M)).to(tl.int64)
@@ -109,7 +110,7 @@ def unscale(
         if tl.load(pieces + piece * 4 + 3) != 0:
             add_to_total(address, entry, gradient_C, n_C - origin, inside_C)
         else:
-            tl.store(partial + piece * N + n_C, gradient_C, mask=inside_C)
+            tl.store(partial_sums + piece * N + n_C, gradient_C, mask=inside_C)
 
 
 @triton.jit
@@ -121,10 +122,10 @@ def add_to_total(address, entry, gradient_C, column_C, inside_C):
 
 @triton.jit
 def add_shares(
-    partial, sums, address, N,
+    partial_sums, sums, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial gradients of jobs with several pieces (ranges of rows) from `partial` to the
+    """Add the partial gradients of jobs with several pieces (ranges of rows) from `partial_sums` to the
     accumulators."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     which = tl.program_id(1)
@@ -137,7 +138,7 @@ def add_shares(
         inside_C = n_C < high
         sum_C = tl.full((C,), 0.0, tl.float32)
         for piece in range(tl.load(sums + which * 3 + 1), tl.load(sums + which * 3 + 2)):
-            sum_C += tl.load(partial + piece * N + n_C, mask=inside_C, other=0.0)
+            sum_C += tl.load(partial_sums + piece * N + n_C, mask=inside_C, other=0.0)
         add_to_total(address, entry, sum_C, n_C - origin, inside_C)
 
 

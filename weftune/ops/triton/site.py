@@ -34,7 +34,7 @@ from weftune.ops.triton.slots import (
 def down_of_tile(
     x,
     s,
-    partial,
+    partial_sums,
     key,
     token_index,
     address,
@@ -42,7 +42,7 @@ def down_of_tile(
     rank,
     threshold,
     crc,
-    evaluating,
+    is_evaluation,
     start,
     stop,
     slot,
@@ -50,36 +50,36 @@ def down_of_tile(
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    OWN: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does, for a job with at most OWN ranks in each part
-    (band of ranks of one linear). Only OWN ranks are multiplied and written."""
+    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does, for a job with at most OWN_RANKS ranks in
+    each part (band of ranks of one linear). Only OWN_RANKS ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
-    first = tl.program_id(2) * TOGETHER
+    first = tl.program_id(2) * PARTS
     row_M = start + tl.arange(0, M)
     inside_M = row_M < stop
-    r_R = tl.arange(0, OWN)
+    r_R = tl.arange(0, OWN_RANKS)
     weights = ()
     owned = ()
     keys = ()
     row_factors = ()
     thresholds = ()
-    if DROPS:
+    if HAS_DROPOUT:
         first_feature = first_input(crc, P)
-    for i in tl.static_range(TOGETHER):
+    for i in tl.static_range(PARTS):
         entry = (first + i) * S + slot
         a = matrix_pointer(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
         weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
         owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
-        if DROPS:
+        if HAS_DROPOUT:
             token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
             row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
@@ -87,39 +87,39 @@ def down_of_tile(
     share = (K + splits * C - 1) // (splits * C) * C
     low = split * share
     x_M = x + row_M.to(tl.int64) * K
-    sums = (tl.full((M, OWN), 0.0, tl.float32),) * TOGETHER
+    sums = (tl.full((M, OWN_RANKS), 0.0, tl.float32),) * PARTS
     for k in range(low, tl.minimum(low + share, K), C):
         k_C = k + tl.arange(0, C)
         inside_C = k_C < K
         x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
         longer = ()
-        for i in tl.static_range(TOGETHER):
+        for i in tl.static_range(PARTS):
             a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
             dropped_MC = x_MC
-            if DROPS:
+            if HAS_DROPOUT:
                 column_C = column_factor(first_feature + k_C, keys[i])
                 kept_MC = keep_mask(row_factors[i][:, None], column_C[None, :], thresholds[i])
                 dropped_MC = tl.where(kept_MC, x_MC, 0.0)
             sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
             longer = longer + (sum_MR,)  # noqa: RUF005
         sums = longer
-    for i in tl.static_range(TOGETHER):
+    for i in tl.static_range(PARTS):
         entry = (first + i) * S + slot
         if not SPLIT:
-            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
+            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + is_evaluation), 0.0)
             at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         else:
             share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
             stored_MR = inside_M[:, None] & padded_rank_mask(r_R, tl.load(rank + entry))[None, :]
-            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
+            tl.store(partial_sums + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
 
 
 @triton.jit
 def down_by_ranks(
     x,
     s,
-    partial,
+    partial_sums,
     key,
     token_index,
     address,
@@ -127,7 +127,7 @@ def down_by_ranks(
     rank,
     threshold,
     crc,
-    evaluating,
+    is_evaluation,
     start,
     stop,
     slot,
@@ -136,12 +136,12 @@ def down_by_ranks(
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -149,21 +149,21 @@ def down_by_ranks(
     if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, T, K, S, P, TOGETHER, 16, R, M, C, SPLIT, DROPS, ALIGNMENT, PRECISION,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            start, stop, slot, T, K, S, P, PARTS, 16, R, M, C, SPLIT, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         down_of_tile(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, T, K, S, P, TOGETHER, R, R, M, C, SPLIT, DROPS, ALIGNMENT, PRECISION,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            start, stop, slot, T, K, S, P, PARTS, R, R, M, C, SPLIT, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["evaluating", "T"])
+@triton.jit(do_not_specialize=["is_evaluation", "T"])
 def down(
     x,
     s,
-    partial,
+    partial_sums,
     tiles,
     key,
     token_index,
@@ -172,28 +172,28 @@ def down(
     rank,
     threshold,
     crc,
-    evaluating,
+    is_evaluation,
     T,
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute s = factor · drop(x)Aᵀ of a tile of rows for TOGETHER parts (bands of ranks of one linear),
-    with x read once. If SPLIT, compute a partial sum, over a range of the inputs, without the factor.
+    """Compute s = factor · drop(x)Aᵀ of a tile of rows for PARTS parts (bands of ranks of one linear), with x
+    read once. If SPLIT, compute a partial sum, over a range of the inputs, without the factor.
 
     Nothing is written for parts in which the job has no ranks, and masks are drawn only for jobs with
     dropout.
     """
     tile = tl.program_id(0)
-    first = tl.program_id(2) * TOGETHER
+    first = tl.program_id(2) * PARTS
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
     slot = tl.load(tiles + tile * 3 + 2)
@@ -203,34 +203,34 @@ def down(
         if not SPLIT:
             row_M = start + tl.arange(0, M)
             zero_MR = tl.full((M, R), 0.0, s.dtype.element_ty)
-            for i in tl.static_range(TOGETHER):
+            for i in tl.static_range(PARTS):
                 at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + tl.arange(0, R)[None, :]
                 tl.store(s + at_MR, zero_MR, mask=(row_M < stop)[:, None])
         return
-    max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
+    max_ranks = largest_rank(rank, first, slot, S, PARTS)
     if max_ranks == 0:
         return
-    dropping = has_dropout_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
-    if DROPS and dropping:
+    dropping = has_dropout_in_any(threshold, first, slot, S, PARTS) if HAS_DROPOUT else False
+    if HAS_DROPOUT and dropping:
         down_by_ranks(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, max_ranks, T, K, S, P, TOGETHER, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            start, stop, slot, max_ranks, T, K, S, P, PARTS, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         down_by_ranks(
-            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
-            start, stop, slot, max_ranks, T, K, S, P, TOGETHER, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
+            x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
+            start, stop, slot, max_ranks, T, K, S, P, PARTS, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["evaluating", "T"])
+@triton.jit(do_not_specialize=["is_evaluation", "T"])
 def sum_rows(
-    partial,
+    partial_sums,
     s,
     tiles,
     factor,
     rank,
-    evaluating,
+    is_evaluation,
     T,
     S: tl.constexpr,
     P: tl.constexpr,
@@ -239,7 +239,7 @@ def sum_rows(
     SHARES: tl.constexpr,
 ):
     """Compute s = factor · drop(x)Aᵀ, or its gradient ds, from partial sums without the factor. The partial
-    sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
+    sums sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)
@@ -260,9 +260,9 @@ def sum_rows(
             end: tl.constexpr = SHARES[p + 1]
             for share in tl.static_range(first, end):
                 at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
-                s_MR += tl.load(partial + at_MR, mask=stored_MR, other=0.0)
+                s_MR += tl.load(partial_sums + at_MR, mask=stored_MR, other=0.0)
             owned_R = r_R < ranks
-            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + is_evaluation), 0.0)
         at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
         tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1 & ((slot < 0) | (ranks > 0)))
 
@@ -281,7 +281,7 @@ def up(
     address,
     rank,
     scales,
-    with_bias,
+    scales_bias,
     first,
     begin,
     N,
@@ -297,12 +297,12 @@ def up(
     PRECISION: tl.constexpr,
 ):
     """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site (an adapted linear), rounded
-    once. u is frozen + sB, before scaling.
+    once, with s = factor · drop(x)Aᵀ and the job's output scales g. u is frozen + sB, before scaling.
 
     `frozen` has the W columns of xWᵀ from column `begin` of y on, which is where block `first` begins. It
     should be float32, and may be y itself. If it has scales, it is multiplied by them first. Small terms are
-    added first: the last digit of a residual can be larger than the whole adapter output of a newly
-    initialised adapter.
+    added first: the last digit of a residual can be larger than the whole output of a newly initialised
+    adapter.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)
@@ -345,7 +345,7 @@ def up(
             entry = site * S + slot
             if is_scaled(scales, entry):
                 g_C = scale_at(scales, entry, n_C - origin, inside_C, s.dtype.element_ty)
-                bias_C = tl.where(tl.load(with_bias + entry) != 0, bias_C * g_C, bias_C)
+                bias_C = tl.where(tl.load(scales_bias + entry) != 0, bias_C * g_C, bias_C)
                 y_MC = y_MC * g_C[None, :]
     if bias is not None:
         y_MC += bias_C[None, :]

@@ -46,16 +46,16 @@ def ds_db_of_piece(
     S: tl.constexpr,
     P: tl.constexpr,
     BANDS: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DS: tl.constexpr,
+    COMPUTES_DS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB and ds for a piece (range of a job's rows), as `ds_db` does, for a job with at most OWN
-    ranks. Only OWN ranks are multiplied; tensors keep the layout for R ranks."""
+    """Compute dB and ds (the gradient of xAᵀ) for a piece (range of a job's rows), as `ds_db` does, for a job
+    with at most OWN_RANKS ranks. Only OWN_RANKS ranks are multiplied; tensors keep the layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -64,15 +64,15 @@ def ds_db_of_piece(
     stop = tl.load(pieces + piece * 4 + 1)
     alone = tl.load(pieces + piece * 4 + 3)
     entry = part * S + slot
-    r_R = tl.arange(0, OWN)
+    r_R = tl.arange(0, OWN_RANKS)
     stored_1R = padded_rank_mask(r_R, ranks)[None, :]
     n_C = low + tl.arange(0, C)
     owned_RC = (r_R < ranks)[:, None] & (n_C < high)[None, :]
     b = matrix_pointer(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
     b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
-    if DS:
+    if COMPUTES_DS:
         b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
-    db_CR = tl.full((C, OWN), 0.0, tl.float32)
+    db_CR = tl.full((C, OWN_RANKS), 0.0, tl.float32)
     for m in range(start, stop, M):
         row_M = (m + tl.arange(0, M)).to(tl.int64)
         inside_M = row_M < stop
@@ -84,7 +84,7 @@ def ds_db_of_piece(
         s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
         s_MR = tl.load(s + s_at_MR, mask=inside_M[:, None] & stored_1R, other=0.0)
         db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
-        if DS:
+        if COMPUTES_DS:
             ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
             share_M = (band * (tl.num_programs(0) // BANDS) + block).to(tl.int64) * T + row_M
             ds_at_MR = share_M[:, None] * R + r_R[None, :]
@@ -116,12 +116,12 @@ def ds_db(
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DS: tl.constexpr,
+    COMPUTES_DS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, from one
-    read of dy.
+    """Compute dB in C columns for a piece (range of a job's rows), and these columns' part of ds, the
+    gradient of xAᵀ, from one read of dy.
 
     dB is accumulated transposed, columns by ranks, so that the tensor cores can read both products from the
     same copy of dy in shared memory for any rank. Small ranks have a separate code path if other jobs have
@@ -139,12 +139,12 @@ def ds_db(
     if R > 16 and ranks <= 16:
         ds_db_of_piece(
             dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
-            COLUMNS, S, P, BANDS, 16, R, M, C, DS, ALIGNMENT, PRECISION,
+            COLUMNS, S, P, BANDS, 16, R, M, C, COMPUTES_DS, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         ds_db_of_piece(
             dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
-            COLUMNS, S, P, BANDS, R, R, M, C, DS, ALIGNMENT, PRECISION,
+            COLUMNS, S, P, BANDS, R, R, M, C, COMPUTES_DS, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
@@ -152,10 +152,10 @@ def ds_db(
 def ds_of_tile(
     dy,
     ds,
-    partial,
+    partial_sums,
     address,
     factor,
-    evaluating,
+    is_evaluation,
     start,
     stop,
     slot,
@@ -166,7 +166,7 @@ def ds_of_tile(
     N,
     S: tl.constexpr,
     P: tl.constexpr,
-    OWN: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -174,16 +174,16 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ds = factor · dyBᵀ for a tile of rows, as `ds_alone` does, for a job with at most OWN ranks.
-    Only OWN ranks are multiplied and written."""
+    """Compute ds = factor · dyBᵀ for a tile of rows, as `ds_alone` does, for a job with at most OWN_RANKS
+    ranks. Only OWN_RANKS ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M = row_M < stop
-    r_R = tl.arange(0, OWN)
+    r_R = tl.arange(0, OWN_RANKS)
     owned_R = r_R < ranks
     entry = part * S + slot
-    ds_MR = tl.full((M, OWN), 0.0, tl.float32)
+    ds_MR = tl.full((M, OWN_RANKS), 0.0, tl.float32)
     b_R = matrix_pointer(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
     share = (high - low + splits * C - 1) // (splits * C) * C
     for n in range(split * share, tl.minimum((split + 1) * share, high - low), C):
@@ -199,23 +199,23 @@ def ds_of_tile(
     if SPLIT:
         share_M = (part * splits + split).to(tl.int64) * T + row_M
         stored_MR = inside_M[:, None] & padded_rank_mask(r_R, ranks)[None, :]
-        tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
+        tl.store(partial_sums + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
     else:
-        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + is_evaluation), 0.0)
         at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
         tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
 
 
-@triton.jit(do_not_specialize=["evaluating", "T"])
+@triton.jit(do_not_specialize=["is_evaluation", "T"])
 def ds_alone(
     dy,
     ds,
-    partial,
+    partial_sums,
     tiles,
     address,
     factor,
     rank,
-    evaluating,
+    is_evaluation,
     T,
     N,
     COLUMNS: tl.constexpr,
@@ -258,12 +258,12 @@ def ds_alone(
         return
     if R > 32 and ranks <= 16:
         ds_of_tile(
-            dy, ds, partial, address, factor, evaluating, start, stop, slot, ranks, low, high,
+            dy, ds, partial_sums, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
             T, N, S, P, 16, R, M, C, SPLIT, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         ds_of_tile(
-            dy, ds, partial, address, factor, evaluating, start, stop, slot, ranks, low, high,
+            dy, ds, partial_sums, address, factor, is_evaluation, start, stop, slot, ranks, low, high,
             T, N, S, P, R, R, M, C, SPLIT, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
@@ -284,52 +284,52 @@ def da_of_piece(
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    OWN: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN_RANKS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA for a piece (range of a job's rows), as `da` does, for a job with at most OWN ranks in each
-    part (band of ranks of one linear). Only OWN ranks are multiplied."""
+    """Compute dA for a piece (range of a job's rows), as `da` does, for a job with at most OWN_RANKS ranks in
+    each part (band of ranks of one linear). Only OWN_RANKS ranks are multiplied."""
     piece = tl.program_id(1)
-    first = tl.program_id(2) * TOGETHER
+    first = tl.program_id(2) * PARTS
     start = tl.load(pieces + piece * 4)
     stop = tl.load(pieces + piece * 4 + 1)
     alone = tl.load(pieces + piece * 4 + 3)
     k_C = tl.program_id(0) * C + tl.arange(0, C)
     inside_C = k_C < K
-    r_R = tl.arange(0, OWN)
+    r_R = tl.arange(0, OWN_RANKS)
     a_at_RC = r_R[:, None] * K + k_C[None, :]
     keys = ()
     thresholds = ()
     ranks = ()
-    for i in tl.static_range(TOGETHER):
+    for i in tl.static_range(PARTS):
         ranks = ranks + (tl.load(rank + (first + i) * S + slot),)  # noqa: RUF005
-    if DROPS:
+    if HAS_DROPOUT:
         first_feature = first_input(crc, P)
-        for i in tl.static_range(TOGETHER):
+        for i in tl.static_range(PARTS):
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
             thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
-    sums = (tl.full((C, OWN), 0.0, tl.float32),) * TOGETHER
+    sums = (tl.full((C, OWN_RANKS), 0.0, tl.float32),) * PARTS
     for m in range(start, stop, M):
         row_M = (m + tl.arange(0, M)).to(tl.int64)
         inside_M = row_M < stop
         at_CM = k_C[:, None] + row_M[None, :] * K
         x_CM = tl.load(x + at_CM, mask=inside_C[:, None] & inside_M[None, :], other=0.0)
-        if DROPS:
+        if HAS_DROPOUT:
             token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
         longer = ()
-        for i in tl.static_range(TOGETHER):
+        for i in tl.static_range(PARTS):
             ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             # If the slot has no ranks, its ds has not been written.
             written_M = inside_M & (ranks[i] > 0)
             ds_MR = tl.load(ds + ds_at_MR, mask=written_M[:, None], other=0.0)
             dropped_CM = x_CM
-            if DROPS:
+            if HAS_DROPOUT:
                 drawn_M = row_factor(token_M, keys[i])
                 # Recomputed for every M rows, since registers are scarce.
                 column_C = column_factor(first_feature + k_C, keys[i])
@@ -337,7 +337,7 @@ def da_of_piece(
                 dropped_CM = tl.where(kept_CM, x_CM, 0.0)
             longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
         sums = longer
-    for i in tl.static_range(TOGETHER):
+    for i in tl.static_range(PARTS):
         entry = (first + i) * S + slot
         owned_RC = (r_R < ranks[i])[:, None] & inside_C[None, :]
         sum_RC = tl.trans(sums[i])
@@ -366,11 +366,11 @@ def da_by_ranks(
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -379,12 +379,12 @@ def da_by_ranks(
     if R > 32 and max_ranks <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
-            S, P, TOGETHER, 16, R, M, C, DROPS, ALIGNMENT, PRECISION,
+            S, P, PARTS, 16, R, M, C, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
-            S, P, TOGETHER, R, R, M, C, DROPS, ALIGNMENT, PRECISION,
+            S, P, PARTS, R, R, M, C, HAS_DROPOUT, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
@@ -403,37 +403,38 @@ def da(
     K,
     S: tl.constexpr,
     P: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PARTS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA in C columns for a piece (range of a job's rows) and TOGETHER parts, with x read once.
+    """Compute dA in C columns for a piece (range of a job's rows) and PARTS parts (bands of ranks of one
+    linear), with x read once.
 
-    The tile of x is transposed, columns by rows, so that the tensor cores accept it for any rank. Values in
-    ds beyond a job's ranks only affect columns of the sum that are not stored. Masks are drawn only for jobs
-    with dropout.
+    The tile of x is transposed, columns by rows, so that the tensor cores accept it for any rank. Values
+    beyond a job's ranks in ds, the gradient of xAᵀ, only affect columns of the sum that are not stored. Masks
+    are drawn only for jobs with dropout.
     """
-    first = tl.program_id(2) * TOGETHER
+    first = tl.program_id(2) * PARTS
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
         return
-    max_ranks = largest_rank(rank, first, slot, S, TOGETHER)
+    max_ranks = largest_rank(rank, first, slot, S, PARTS)
     if max_ranks == 0:
         return
-    dropping = has_dropout_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
-    if DROPS and dropping:
+    dropping = has_dropout_in_any(threshold, first, slot, S, PARTS) if HAS_DROPOUT else False
+    if HAS_DROPOUT and dropping:
         da_by_ranks(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, max_ranks, K,
-            S, P, TOGETHER, R, M, C, True, ALIGNMENT, PRECISION,
+            S, P, PARTS, R, M, C, True, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         da_by_ranks(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, max_ranks, K,
-            S, P, TOGETHER, R, M, C, False, ALIGNMENT, PRECISION,
+            S, P, PARTS, R, M, C, False, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
@@ -456,7 +457,8 @@ def dx_of_part(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return `sum_MC` plus ds · A of one part (a band of ranks of one linear)."""
+    """Return `sum_MC` plus ds · A of one part (a band of ranks of one linear), where ds is the gradient of
+    xAᵀ."""
     r_R = tl.arange(0, R)
     entry = part * S + slot
     ranks = tl.load(rank + entry)
@@ -490,12 +492,12 @@ def add_dx(
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DROPS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dx = frozen + Σ over all sites of ds · A with dropout masks applied, rounded once. A site is an
-    adapted linear.
+    """Compute dx = frozen + Σ over all sites (adapted linears) of ds · A with dropout masks applied, rounded
+    once. ds is the gradient of xAᵀ.
 
     `frozen` has the W columns of dyW from column `begin` of dx on. It should be float32, and may be dx
     itself. If it has scales, its rows are multiplied by them.
@@ -520,8 +522,8 @@ def add_dx(
         # One site after the other: the masks of several do not fit the registers together.
         for site in range(SITES):
             bands = band_count(rank, site, slot, S, P, BANDS)
-            masked = tl.load(threshold + site * S + slot) > NEVER if DROPS else False
-            if DROPS and masked:
+            masked = tl.load(threshold + site * S + slot) > NEVER if HAS_DROPOUT else False
+            if HAS_DROPOUT and masked:
                 part_MC = tl.full((M, C), 0.0, tl.float32)
                 for band in range(bands):
                     part_MC = dx_of_part(

@@ -24,7 +24,7 @@ adapter's output."""
 
 @triton.jit
 def hash_bits(value):
-    """Return fmix32, a hash of the bits. `ops.dropout.mix_bits` is the same function in torch."""
+    """Return the 32-bit finaliser of MurmurHash3, as `ops.dropout.hash_bits` does in torch."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)
@@ -64,10 +64,10 @@ def keep_mask(row, column, threshold):
 
 
 @triton.jit
-def matrix_pointer(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the pointer to A (WHICH 0), B (1), dA (2) or dB (3) of one job at one linear, from the table's
+def matrix_pointer(address, entry, MATRIX: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return the pointer to A (MATRIX 0), B (1), dA (2) or dB (3) of one job at one linear, from the table's
     entry."""
-    pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
+    pointer = tl.load(address + entry * 4 + MATRIX).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
 
 
@@ -85,21 +85,21 @@ def padded_rank_mask(r_R, rank):
 
 
 @triton.jit
-def largest_rank(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return the largest number of ranks that a job has in any of TOGETHER parts (bands of ranks of one
+def largest_rank(rank, first_part, slot, S: tl.constexpr, PARTS: tl.constexpr):
+    """Return the largest number of ranks that a job has in any of PARTS parts (bands of ranks of one
     linear)."""
-    max_ranks = tl.load(rank + first * S + slot)
-    for i in tl.static_range(1, TOGETHER):
-        max_ranks = tl.maximum(max_ranks, tl.load(rank + (first + i) * S + slot))
+    max_ranks = tl.load(rank + first_part * S + slot)
+    for i in tl.static_range(1, PARTS):
+        max_ranks = tl.maximum(max_ranks, tl.load(rank + (first_part + i) * S + slot))
     return max_ranks
 
 
 @triton.jit
-def has_dropout_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return whether a job uses dropout in any of TOGETHER parts (bands of ranks of one linear)."""
-    highest = tl.load(threshold + first * S + slot)
-    for i in tl.static_range(1, TOGETHER):
-        highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
+def has_dropout_in_any(threshold, first_part, slot, S: tl.constexpr, PARTS: tl.constexpr):
+    """Return whether a job uses dropout in any of PARTS parts (bands of ranks of one linear)."""
+    highest = tl.load(threshold + first_part * S + slot)
+    for i in tl.static_range(1, PARTS):
+        highest = tl.maximum(highest, tl.load(threshold + (first_part + i) * S + slot))
     return highest > NEVER
 
 

@@ -55,8 +55,8 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
     found = []
     for segment, attached in banks.gathered_segments(microbatch):
         rows = bucket(segment.stop - segment.start, LEAST)
-        samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.keys else 0
-        found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
+        samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.prefix_keys else 0
+        found.append(GatheredJob(segment.job, attached.serial, rows, attached.prefix_keys, samples))
     return tuple(sorted(found, key=lambda one: one.serial))
 
 
@@ -94,7 +94,7 @@ class Gathering:
         behind = sum(one.rows for one in self._prefixed)
         boundaries_B = torch.zeros(1 + sum(map(self._max_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
-            read=banks.read_keys,
+            read=banks.read_prefix_keys,
             pack=Pack((device_microbatch,), boundaries_B.to(device), self._longest),
             source_Z=torch.zeros(device_microbatch, dtype=torch.int64, device=device),
             is_row_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),

@@ -112,7 +112,9 @@ def build_membership(
     if are_kernels_deterministic():
         packed = bucket_pack(packed, base.shape.context)
     if jobs := banks.keys_before(device_microbatch.microbatch):
-        packed = with_prefixes(packed, *_prefix_ranges(device_microbatch.microbatch, jobs), banks.read_keys)
+        packed = with_prefixes(
+            packed, *_prefix_ranges(device_microbatch.microbatch, jobs), banks.read_prefix_keys
+        )
     return Membership(rows, packed)
 
 
@@ -216,6 +218,6 @@ class InFlight:
         assert chunk.chunk_start is not None
         assert self.sample_keys is not None
         prefix_keys = [keys for _, keys in banks.keys_before(self.device_microbatch.microbatch)]
-        read_prefix = banks.read_keys if prefix_keys else None
+        read_prefix = banks.read_prefix_keys if prefix_keys else None
         cache = ChunkKeys(self.sample_keys, chunk.chunk_start, sum(prefix_keys), read_prefix)
         return replace(membership, pack=replace(membership.pack, prefixes=None, cache=cache))
