@@ -1,4 +1,5 @@
-"""The sizes of a base from its config.json alone: the same ModelShape as from the loaded model."""
+"""The sizes of a base (a `ModelShape`), computed from its config.json alone. They equal those of the loaded
+model."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ count."""
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer that consists of these linears, these experts, and `other_parameters` further
-    parameters."""
+    """Return a layer with these linears and experts, and with `other_parameters` parameters besides
+    theirs."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -164,7 +165,7 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
 def has_half_layers(config: Config) -> bool:
     """Return whether the layers of a base with this config.json can run in two halves (attention and
     feed-forward), so that the sums over shards of one microbatch overlap with the computation of another.
-    Only fused layers can."""
+    This requires fused layers."""
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     facts = DECODERS.get(str(text.get("model_type")))
     return facts is not None and text.get(facts.activation_key, facts.activations[0]) in facts.activations

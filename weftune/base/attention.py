@@ -58,11 +58,12 @@ class KeyValueCache(Protocol):
 
     @property
     def states(self) -> Sequence[dict[int, tuple[Tensor, Tensor]]]:
-        """For each sample, a dict from a layer number to the layer's recurrent state; empty before the
-        sample's first pass."""
+        """For each sample, a dict from layer number to the layer's recurrent state. The dict is empty before
+        the sample's first pass."""
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
-        """Add the keys and values to the cache, and compute the attention of the rows, [T, H, D]."""
+        """Add the keys and values of the pack's rows to the cache. Return the attention of these rows to all
+        cached rows of their samples, [T, H, D]."""
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -112,7 +113,7 @@ class SampleRun:
     rows_T: Tensor | None = None
     """Indices of the samples' rows in `pack`. None if the samples have no prefix keys."""
     keys_T: Tensor | None = None
-    """Indices of the prefix keys in `pack`."""
+    """Indices of the prefix keys in `pack`. None if the samples have no prefix keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +244,9 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """Return the attention, [T, H, D]. It is computed for all rows without prefix keys; the results of
-    samples that have prefix keys are then replaced by results that include these keys."""
+    """Return the attention, [T, H, D], of a pack in which some samples have prefix keys. All rows are
+    computed without prefix keys first; the results of samples with prefix keys are then replaced by results
+    that include these keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
     unprefixed_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.prefix_key_indices, strict=True):
@@ -258,9 +260,9 @@ class _LaidAgain(torch.autograd.Function):
     """An autograd function that returns its input tensors unchanged, together with copies of the rows of
     samples that have prefix keys.
 
-    `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
-    therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size
-    of the pack.
+    The attention of the original rows is later discarded (by `_Replaced`), so their gradients are zero. The
+    backward therefore overwrites these zeros with the gradients of the copies, instead of adding two tensors
+    of the size of the pack.
     """
 
     @staticmethod
@@ -330,8 +332,8 @@ def refuse_other_options(module: str, options: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Return the attention, [1, T, H, D], computed sample by sample. The rows are split by `split`, since its
-    backward writes each gradient only once."""
+    """Return the attention, [1, T, H, D], computed sample by sample. `torch.split` separates the samples,
+    since its backward writes each gradient only once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
@@ -384,9 +386,9 @@ def _shared_mask(
 ) -> Tensor:
     """Return a mask, [T, L], that is added to the attention scores of the last T rows of a sample.
 
-    PyTorch keeps the mask for the backward, so all chunks and layers should share its memory. A mask depends
-    only on the distances to its last row and key. The result is therefore the lower right corner of a larger
-    mask, which is cached.
+    PyTorch keeps the mask for the backward, so all chunks and layers should share its memory. The mask of a
+    row and a key depends only on their distances to the last row and the last key. The result is therefore
+    the lower right corner of a larger mask, which is cached.
     """
     all_rows, all_keys = (1 << (count - 1).bit_length() for count in (rows, length))
     return _largest_mask(all_rows, all_keys, window, dtype, device)[-rows:, -length:]

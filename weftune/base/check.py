@@ -1,5 +1,5 @@
-"""Rules for which models can be a base: known families, refused kinds, and a check at load that packed
-samples get the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base: known families, unsupported model types, and a check at load that
+packed samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -42,8 +42,8 @@ RECURRENT = frozenset(
 OTHER_MODALITIES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Maps the base's dtype to the largest allowed `logit_distance` between packed and separate samples. Rows
-that attend to another sample, or have a wrong position, exceed this limit by far; rounding errors, also those
-of eager attention, stay far below it."""
+that attend to another sample, or have a wrong position, exceed this limit by far; rounding errors, including
+those of eager attention, are far smaller."""
 
 CHEAP_WINDOW = 64
 """Largest sliding window, in tokens, that the check at load covers for a known model family. Longer windows

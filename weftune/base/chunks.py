@@ -3,8 +3,8 @@
 Long samples are cut into chunks of consecutive rows. The chunks of a sample run forward in order and backward
 in reverse. A chunk attends to its own keys and values and those of the earlier chunks, which are kept in one
 buffer per sample and layer. The backward of a chunk adds to the gradients of all keys and values that the
-chunk attended to. All later chunks have then added their part already, so the gradients of the chunk's own
-keys and values are complete.
+chunk attended to. Since the backwards of all later chunks precede it, the gradients of the chunk's own keys
+and values are then complete.
 
 Shapes: T rows of a chunk, L keys of the sample up to the end of a chunk, H query heads, G key and value
 heads, D width of a head, P prefix keys, N width of all key heads.

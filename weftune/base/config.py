@@ -79,7 +79,7 @@ def model_folder(spec: BaseSpec) -> str:
 
 
 def local_folder(spec: BaseSpec) -> str | None:
-    """Return the model folder that the spec names, or None if it names no folder."""
+    """Return the model folder that the spec names, or None if it names no existing folder."""
     path = Path(spec.model).expanduser()
     if not path.is_dir():
         return None
@@ -97,7 +97,7 @@ def refuse_missing_base(spec: BaseSpec) -> None:
 
 def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
     """Return the newest cached folder into which the base's GGUF file was converted. Raise BaseModelError if
-    there is none: a conversion needs torch, which this module does not import."""
+    there is none, since a conversion needs torch, which this module does not import."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]
@@ -154,8 +154,8 @@ def no_safetensors_error(name: str, found_format: str | None = None) -> BaseMode
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the index of a model whose weights are in several files, and return a dict from tensor name to
-    file name. Raise BaseModelError if the index is damaged or names a file outside its folder."""
+    """Return a dict from tensor name to file name, from `index`, the index file of a model whose weights are
+    in several files. Raise BaseModelError if the index is damaged or names a file outside its folder."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:

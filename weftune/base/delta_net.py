@@ -101,9 +101,9 @@ class PackedDeltaNet:
         lengths: Sequence[int],
         states: Sequence[dict[int, tuple[Tensor, Tensor]]],
     ) -> Tensor:
-        """Return the outputs of samples whose earlier rows were computed in previous passes. Every sample
-        continues from its cached state, the last inputs of the convolution and the matrix of the recurrence,
-        which is then replaced."""
+        """Return the outputs of samples whose earlier rows were computed in previous passes. Each sample
+        continues from its cached state (the last inputs of the convolution and the matrix of the recurrence),
+        which is then replaced by its new state."""
         module, found = self._module, []
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):

@@ -228,8 +228,8 @@ def _load_tensors(
 
 
 def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
-    """Load with transformers, then quantise. Transformers maps names in the files that differ from the
-    model's, but all plain weights are in host memory first."""
+    """Load a model with transformers, then quantise its linears. Transformers can load files whose weight
+    names differ from the model's, but needs host memory for all unquantised weights."""
     assert config.quantisation is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))

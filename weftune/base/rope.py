@@ -1,4 +1,5 @@
-"""The context of a base by its config, and its extension by rope scaling. It does not import torch."""
+"""The context of a base (the maximum number of tokens per sample) according to its config, and its extension
+by RoPE scaling. This module does not import torch."""
 
 from __future__ import annotations
 

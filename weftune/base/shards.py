@@ -88,7 +88,7 @@ class ModelShard:
 
 
 class StoredWeights:
-    """The weights in the files of a base, from which each shard reads its parts."""
+    """The weights in the files of a base, read as whole tensors or as the parts that one shard keeps."""
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
         """Open the weight files of `model`, the whole model without weights. Weights are read to `device`,

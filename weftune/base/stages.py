@@ -37,7 +37,8 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class EndModules:
-    """Names of the layers, and of the modules before and after them, as attributes of a family's decoder."""
+    """Names of a decoder's list of layers and of the modules before and after it, as attributes of the
+    decoder of one model family."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"

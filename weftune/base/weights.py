@@ -149,15 +149,16 @@ def _read(
 
 
 def view_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
-    """Return the view of a parameter that one of its stored parts fills. The parts are concatenated
-    row-wise."""
+    """Return the view of a parameter that `part`, one of its tensors in files, fills. The tensors `parts` of
+    the parameter are concatenated row-wise."""
     if len(parts) == 1:
         return parameter
     return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
 
 
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
-    """Return the names in the files of all parameters of `model`. None if any parameter is missing."""
+    """Return a dict from each parameter of `model` to the names of its tensors in the weight files, or None
+    if the files lack any parameter."""
     found: dict[str, tuple[str, ...]] = {}
     beside = weights_by_part(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -189,8 +190,8 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
 def quantised_formats(
     model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """Return a dict from the path of each linear to quantise to its format. These are all linears in layers
-    or, if the base's files are already quantised, the linears that are quantised in the files."""
+    """Return the format of each linear that is to be quantised, by the linear's path. These are all linears
+    in layers or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
     if files is None or not chosen.is_stored:
         return dict.fromkeys(found, FORMATS[chosen.quantize])
@@ -276,8 +277,8 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """Return the name of a parameter in the files, or None. A tied head is stored as the embedding; some
-    files omit the prefix of the inner model, or use older names."""
+    """Return the name under which the files store a parameter, or None if they lack it. A tied head is stored
+    as the embedding; some files omit the prefix of the inner model, or use older names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:

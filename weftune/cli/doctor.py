@@ -194,8 +194,8 @@ def gpu_check(torch: Any, index: int) -> Check:
 
 
 def class_check(device_class: DeviceClass, index: int) -> Check:
-    """Report the device class for which kernels are selected, and whether they have been tested on a GPU of
-    this class."""
+    """Return a check that reports the device class (group of GPU models) for which kernels are selected, and
+    whether the kernels have been tested on a GPU of this class."""
     from weftune.core.device_class import TEST_COMMAND
 
     name = f"GPU {index} class"
@@ -212,8 +212,8 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
 
 
 def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
-    """Report for how many shapes of linears the fastest kernel plan has been measured; training need not
-    measure these again."""
+    """Return a check that reports for how many shapes of linears the fastest kernel plan has already been
+    measured, so that training need not measure it."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

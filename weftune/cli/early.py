@@ -23,8 +23,8 @@ USER_ERROR_CODE = 2
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""Maximum bytes of a row file that is checked before training starts. Rows of larger files are checked when
-they are tokenised."""
+"""Maximum size in bytes of a row file that is checked before training starts. Rows of larger files are
+checked when they are tokenised."""
 
 # -- options --------------------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ def store_folder(folder: Path | None) -> Path:
 
 
 def read_jobs_file(jobs: Path) -> RunSpec:
-    """Read a jobs file. Raise one error that lists everything in it that is invalid, as far as the config of
-    its base shows."""
+    """Read a jobs file. Raise one error that lists everything invalid that can be found from the file and the
+    config of its base."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, read_model_shape)

@@ -151,8 +151,8 @@ def _train_locally(
     extra_arguments: Sequence[str],
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
-    `arguments` is the command line of a worker without the numbers of processes. `extra_arguments` are
-    added to it at the first start only."""
+    `arguments` is the command line of a worker without the options that set numbers of processes.
+    `extra_arguments` are added to it at the first start only."""
     from weftune.launch.choice import planner_chooses_division
 
     if planner_chooses_division(options):
@@ -243,7 +243,7 @@ def _train_in_process(
     run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()
 ) -> None:
     """Train in this process, as the first worker if there are several. With several `devices`, divide the
-    jobs instead among teams of processes, whose first processes use these devices."""
+    jobs instead among groups of processes, the first process of each on one of these devices."""
     with count_imports():
         from rich.console import Console
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 ENOUGH = 1 << 50
-"""Bytes of host memory that are assumed for a cluster, since its description does not state them."""
+"""Size in bytes of the host memory that is assumed for a cluster, since its description does not state it."""
 
 
 def choose_planned_layout(case: PlanCase) -> LayoutChoice:

@@ -162,7 +162,7 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return the facts about each job that a plan needs. Jobs in `averaged_jobs` keep a running mean of their
+    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
     weights. Raise one DataError that lists what is wrong with the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []

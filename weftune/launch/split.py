@@ -227,7 +227,7 @@ def fitting_jobs(
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     """Return a model of training time. Its seconds come from a profile of the device, or else from the data
-    sheet of the device; if both are missing, its times are in relative units."""
+    sheet of the device. If both are missing, its times have an arbitrary unit and can only be compared."""
     if machine.profile is not None:
         return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:

@@ -91,8 +91,8 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The end of a team of processes: the exit code of the first process, or the code LOST and a sentence
-    about the process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the exit code LOST and a
+    sentence about the process that was lost."""
 
     code: int
     loss_reason: str = ""

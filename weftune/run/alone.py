@@ -1,5 +1,5 @@
-"""Decisions of a run with a single worker, which holds the whole base: the optimizer steps that are made, and
-the events that are reported."""
+"""The part of an executor that decides, if a single worker holds the whole base, which optimizer steps are
+made and which events are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from weftune.run.training.steps import StepRequest, StepsUnderway
 
 class Alone:
     def __init__(self, adapters: AdapterState, is_asynchronous: bool) -> None:
-        """`is_asynchronous` is True if the device works asynchronously, so that durations are read later."""
+        """Create the agreement of a single worker. `is_asynchronous` is True if the device works
+        asynchronously, so that durations are read later."""
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, is_asynchronous
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
@@ -163,7 +164,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make the optimizer steps of several jobs, which follow one another in the Program, together."""
+        """Make the optimizer steps of several jobs together. They are consecutive actions of the Program."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [

@@ -82,8 +82,8 @@ class Executor:
         timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """`worker` is the index of this worker over all replicas, and `part` the stages or shard of the base
-        that it holds."""
+        """Create an executor from its parts. `worker` is the index of this worker over all replicas, and
+        `part` the stages or shard of the base that it holds."""
         self.adapted = adapted
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
@@ -153,8 +153,8 @@ class Executor:
         self.attached[job].record_evaluation(loss, keep_best, min_delta, counts, score)
 
     def use_mean_weights(self, job: str) -> None:
-        """Make passes read the mean of the job's last weights, which a sweep evaluates. Called between
-        windows; the job makes no optimizer step until `use_latest_weights`."""
+        """Make passes read the mean of the job's weights after its last steps, which a sweep evaluates.
+        Called between windows; the job makes no optimizer step until `use_latest_weights`."""
         self.adapters.use_weights(job, self.attached[job].evaluated_weights)
         # The mean is no version that any step computed.
         self._set_version(job, -1 - self.attached[job].progress.step)
@@ -461,8 +461,8 @@ class Executor:
 
     def _sample_scores(self, h_TD: Tensor, in_flight: InFlight) -> list[Scored]:
         """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
-        with the completion of another sample, for the KL term of KTO) are stored for the losses that
-        follow."""
+        with the completion of another sample, for the KL term of KTO) are stored for the losses that are
+        computed later."""
         segments, sums = (
             in_flight.pass_times.plan.segments,
             self.scorer.sample_logprobs(h_TD, in_flight.device_microbatch),

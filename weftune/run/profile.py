@@ -96,7 +96,7 @@ CASES = (
 measure the time of kernel launches."""
 GPU_SCALE = 4
 BESIDE = CASES[1]
-"""Case that is measured again while other work runs in another thread (`concurrent_work` in
+"""Case that is measured a second time while other work runs in another thread (`concurrent_work` in
 `measure_profile`)."""
 
 
@@ -160,7 +160,7 @@ def _shallow_base(
 
 
 class _Peaks:
-    """The peak bytes in use since the start of the profile, minus the bytes in use before it.
+    """The peak memory use in bytes since the start of the profile, minus the memory in use before it.
 
     An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
     The measured peak then equals that of a process that runs no larger pass.
@@ -190,8 +190,8 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each measured pass, with its peak bytes minus those of the base and the adapters, or 0 if its peak
-        did not exceed all earlier ones."""
+        """Each measured pass, with its peak memory use in bytes without that of the base and the adapters, or
+        0 if its peak did not exceed all earlier ones."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
         """For each case, the seconds by which the first pass took longer than a later one."""

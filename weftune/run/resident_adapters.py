@@ -22,8 +22,8 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """`shards` sums gradients over the workers that divide every layer. None if layers are not
-        divided."""
+        """Create the store for the adapters of `adapted`. `shards` sums gradients over the workers that
+        divide every layer. None if layers are not divided."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""

@@ -80,10 +80,10 @@ class Engine:
     pacing: Callable[[], Pacing | None] = lambda: None
     """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that returns a predictor of the time of windows for the attached jobs, or None if the learned
-    time model predicts it, as with a single worker."""
+    """Function that returns a predictor of the time of windows for the attached jobs. It returns None if the
+    learned time model predicts this time, as with a single worker."""
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
-    """Function that returns the peak bytes in use on each other worker."""
+    """Function that returns the peak memory use, in bytes, of each other worker."""
     deterministic: bool = False
     """Whether windows are planned without using measurements of the run."""
 

@@ -556,7 +556,7 @@ class Loop:
         )
 
     def _peak_bytes(self) -> list[int]:
-        """Return the peak bytes in use on each worker."""
+        """Return the peak memory use of each worker in bytes."""
         return [peak_bytes(self.base.device), *self.engine.other_peak_bytes()]
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:

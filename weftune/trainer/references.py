@@ -32,7 +32,8 @@ PROBED_ROWS = 64
 
 @dataclass(slots=True)
 class _Unscored:
-    """Reference log-probabilities of which some are not known yet, and the jobs that wait for them."""
+    """Reference log-probabilities of one set of samples, some of which are not computed yet, and the jobs
+    that wait for them."""
 
     key: str
     """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""

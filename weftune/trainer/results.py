@@ -173,8 +173,8 @@ def _overlaps_key(key: str, keys: Collection[str]) -> bool:
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
     """Raise OutputError if adapters and checkpoints of the jobs need more bytes than are free on the disk.
 
-    Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
-    this machine holds, however many jobs wait.
+    Only jobs that train hold checkpoints. All checkpoints together are therefore no larger than the memory of
+    this machine, however many jobs wait.
     """
     value = max(4, shape.bytes_per_value)
     adapters = sum(value * job.shape.trainable_parameters for job in jobs)

@@ -1,4 +1,4 @@
-"""Reading of a base's files into the page cache while the process waits for something else."""
+"""Reading of a base's files into the page cache in a background thread, before the base is loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 FREE_SHARE = 0.5
-"""Maximum fraction of the free memory that the files may fill. Larger files would evict one another from the
-page cache."""
+"""Maximum fraction of the free memory that a base's weight files may fill if they are read ahead. Larger
+files would evict one another from the page cache."""
 
 
 @contextmanager

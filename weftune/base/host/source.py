@@ -114,7 +114,8 @@ class MappedFile:
 
 @cache
 def _c_library() -> ctypes.CDLL:
-    """Return the C library, since Python's own `madvise` holds the GIL while it waits for the disk."""
+    """Return the C library. Its `madvise` is called directly, since Python's own `madvise` holds the GIL
+    while it waits for the disk."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -232,8 +233,8 @@ class SourcePart:
         return self.start + self.tensor.stop - self.tensor.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read those bytes of the parameter that belong in `out`, a buffer for the bytes of the stage from
-        `start` on."""
+        """Fill `out`, a buffer for the bytes of the stage from `start` on, with the bytes of this parameter
+        that belong there."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             offset = self.tensor.start - self.start

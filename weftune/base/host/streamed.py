@@ -57,8 +57,8 @@ from weftune.core.shards import ShardTeam
 from weftune.plan.program.layout import Layout, WorkerLayout
 
 ALIGNMENT = 16
-"""Alignment of parameters in bytes: the width of a kernel's loads. Matrices that share their input remain
-contiguous."""
+"""Alignment of parameters in bytes, which is the width of a kernel's loads. The sizes of matrices are
+multiples of it, so matrices that share their input remain contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
 """Maps each parameter of a model to the tensors in files that it consists of."""

@@ -126,7 +126,7 @@ class Waited:
 
     seconds: float = 0.0
     copied_bytes: int = 0
-    """Bytes copied from the host to the device."""
+    """Number of bytes copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
 

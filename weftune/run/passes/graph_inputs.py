@@ -41,7 +41,7 @@ class GatheredJob:
     """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
     adapters."""
     samples: int = 0
-    """Number of reserved samples, if there are prefix keys."""
+    """Number of samples for which prefix keys are reserved. 0 if the adapter has no prefix keys."""
 
     @property
     def rows_with_prefixes(self) -> int:
@@ -75,7 +75,7 @@ class Gathering:
         """Allocate the tensors for microbatches whose samples are no longer than `max_length`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
-        """One segment per job, which names the job and has no position."""
+        """A segment for each job, in which only the job's name is set."""
         self.gathered = {
             one.job: GatheredRows(
                 torch.zeros(one.rows, dtype=torch.int64, device=device),

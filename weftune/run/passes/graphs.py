@@ -50,8 +50,8 @@ class CapturedPasses:
     saves time. The first pass with a key runs uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], captures_early: bool = True) -> None:
-        """If `captures_early`, a pass is captured the second time that its key occurs, even if that may not
-        save time."""
+        """Prepare to capture passes over these stages. If `captures_early`, a pass is captured the second
+        time that its key occurs, even if that may not save time."""
         self.adapted, self.stages = adapted, stages
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(captures_early)
@@ -175,8 +175,8 @@ class CapturedPasses:
 
 
 class Graph:
-    """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
-    replayed."""
+    """One captured pass of a microbatch over a stage. To run it, inputs are copied into the graph's tensors,
+    then forward and backward are replayed."""
 
     def __init__(
         self, base: Base, banks: Banks, key: GraphKey, pool: Any, device_microbatch: DeviceMicrobatch

@@ -15,7 +15,7 @@ from weftune.base.host.pinned import host_vectors
 from weftune.run.measure.timers import Waited, recorded_event
 
 CHUNK_BYTES = 8 << 20
-"""Maximum bytes of one copy to the host, so that other copies can run in between."""
+"""Maximum size in bytes of one copy to the host, so that other copies can run in between."""
 
 
 class HostCopies:

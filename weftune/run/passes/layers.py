@@ -48,7 +48,7 @@ class Layers:
     other families."""
 
     def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
-        """`team` are the workers that divide every layer into shards, or None."""
+        """Find the layers of a base. `team` are the workers that divide every layer into shards, or None."""
         self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
@@ -316,8 +316,8 @@ class FusedLayer:
 
 @contextmanager
 def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """Within the context, if `recomputes`, make autograd save the function `recompute`, which returns
-    `output` again, instead of the tensor `output`."""
+    """Within the context, make autograd save the function `recompute` instead of the tensor `output`, which
+    the function computes again. Do nothing if `recomputes` is False."""
     if not recomputes:
         yield
         return
@@ -366,8 +366,8 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 class Angles:
-    """The forward of a rotary embedding whose frequencies would change only for samples longer than the
-    context. There are no such samples, so the lengths need not be read from the device."""
+    """A forward of a rotary embedding that does not read the samples' lengths from the device. This is
+    possible because its frequencies change only for samples longer than the context, which do not occur."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)

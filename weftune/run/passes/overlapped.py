@@ -83,8 +83,8 @@ class _OpenPass:
 
 
 class OverlappedPasses:
-    """Open passes that run half a layer at a time. They are neither captured as CUDA graphs nor
-    recomputed."""
+    """Passes that run half a layer at a time, and those of them that have begun and not ended. They are
+    neither captured as CUDA graphs nor recomputed."""
 
     def __init__(self, adapted: AdaptedBase) -> None:
         self._adapted = adapted

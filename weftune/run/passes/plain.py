@@ -39,7 +39,8 @@ class PlainPasses:
 
     @property
     def failed_captures(self) -> int:
-        """Number of microbatch sizes whose passes did not fit into memory when they were captured."""
+        """Number of sizes of microbatches for which the capture of a pass as a CUDA graph ran out of
+        memory."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -117,7 +118,8 @@ class Plain:
         input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
-        """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
+        """Create the pass without running it. If `in_tiles`, the linears of the layers process one tile of
+        rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None

@@ -110,7 +110,8 @@ class _FrontGraph:
     h_TD: Tensor
     """Input of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
-    """The residual, queries, keys and values, as nodes of the autograd graph. Their values are not kept."""
+    """Outputs of the graph as nodes of autograd: the residual and attention's queries, keys and values. The
+    tensors themselves are not kept."""
 
 
 @dataclass(slots=True)
@@ -325,8 +326,8 @@ class _Saved:
 
 
 class _Given(torch.autograd.Function):
-    """An autograd function that returns its input tensors unchanged. Its backward puts their gradients into a
-    list, so that the graph holds no leaf tensors."""
+    """An autograd function that returns its input tensors unchanged. Its backward appends their gradients to
+    a list, so that the graph need not end in leaf tensors that it would keep alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

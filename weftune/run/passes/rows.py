@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 LEAST = 64
-"""Smallest value to which lengths of samples, in tokens, and numbers of rows are rounded up."""
+"""Smallest number to which lengths of samples, in tokens, and numbers of rows are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

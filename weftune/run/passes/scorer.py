@@ -78,15 +78,16 @@ class _Scored:
 
 
 class Scorer:
-    """Computes losses on the worker that holds the last stage. Other workers have no head."""
+    """The part of an executor that computes losses and scores, on the worker that holds the last stage. Other
+    workers have no head."""
 
     def __init__(
         self,
         head: Head | None,
         trained_head_rows: Callable[[Segment], HeadRows | None] = lambda segment: None,
     ) -> None:
-        """`trained_head_rows` returns the rows of the head that a segment's adapter replaces by trained ones,
-        or None."""
+        """Create a scorer for this head. `trained_head_rows` returns the rows of the head that a segment's
+        adapter replaces by trained ones, or None."""
         self._head, self._own_rows = head, trained_head_rows
         self.objectives: dict[str, Objective] = {}
         """Maps each job to its objective. Jobs with supervised fine-tuning are left out."""
@@ -147,9 +148,9 @@ class Scorer:
         supervised: Callable[[Segment], int],
         counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return the training losses of all segments (rows of one job each). For the global batch of a
-        segment, `supervised` returns the number of supervised tokens, and `counts` their number in each
-        sample."""
+        """Return the training losses of all segments (rows of one job each). `supervised` returns the number
+        of supervised tokens in a segment's global batch, and `counts` the number in each sample of that
+        batch."""
         segments = device_microbatch.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_together(leaf_TD, device_microbatch, supervised)

@@ -164,9 +164,9 @@ class StageGraph:
         dh_TD: Tensor,
         pool: Pool,
     ) -> None:
-        """`h_TD` holds the input of the stage and, after a forward, its output. `dh_TD` holds the gradient of
-        the output and, after a backward, that of the input. The last stage's output is kept in `dh_TD` until
-        its gradient is known."""
+        """Capture the pass in `pool`. `h_TD` holds the input of the stage and, after a forward, its output.
+        `dh_TD` holds the gradient of the output and, after a backward, that of the input. The last stage's
+        output is kept in `dh_TD` until its gradient is known."""
         self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._input_TD: Tensor | None = None

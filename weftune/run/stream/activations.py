@@ -21,11 +21,11 @@ from weftune.run.passes.rows import StageVisit, renumber_visits
 
 
 class KeptActivations:
-    """Keeps the inputs of this worker's stages on the device from forward to backward. Outputs for another
-    worker's stage are kept until they are sent."""
+    """A store that keeps the inputs of this worker's stages on the device from forward to backward. Outputs
+    for another worker's stage are kept until they are sent."""
 
     def __init__(self, own_stages: Collection[int]) -> None:
-        """`own_stages` are the indices of this worker's stages."""
+        """Create an empty store. `own_stages` are the indices of this worker's stages."""
         self._own = frozenset(own_stages)
         self._inputs: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
@@ -85,7 +85,8 @@ class KeptActivations:
 
 
 class OffloadedActivations:
-    """Keeps inputs on the device only around the passes that read them, and in host memory in between.
+    """A store that keeps inputs of stages on the device only around the passes that read them, and in host
+    memory in between.
 
     An input is copied to the host as soon as it is computed, so that the copy can run during the whole
     forward of the stage. After this forward, the input is dropped from the device. It is fetched during its

@@ -34,7 +34,7 @@ bits as the whole vector."""
 JobStage = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 Events = tuple[torch.cuda.Event, ...]
-"""Events that must all be done before some work begins."""
+"""CUDA events after which some work may begin: all of them must be done."""
 Make = Callable[[Sequence[Update], Tensor | None], Tensor]
 """A function that applies updates on the device, with optional clipping factors, and returns whether each
 job's new weights are finite [J]."""
@@ -118,7 +118,8 @@ class _BufferedPiece:
 
 
 class HostSteps:
-    """The Steps of all attached jobs, with their state in host memory."""
+    """The part of an executor that performs the optimizer steps (Steps) of all attached jobs on the device,
+    piece by piece. Between the steps, master weights and moments are in host memory."""
 
     def __init__(
         self,
@@ -126,9 +127,9 @@ class HostSteps:
         apply_updates: Make = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
-        """`apply_updates` is the function that applies updates on the device. `device_weights` returns the
-        device's memory for a job's weights of a stage, to which new weights are copied too. It is None if
-        gradients and weights stay on the device."""
+        """Prepare to perform the Steps of jobs. `apply_updates` is the function that applies updates on the
+        device. `device_weights` returns the device's memory for a job's weights of a stage, to which new
+        weights are copied too. It is None if gradients and weights stay on the device."""
         self._device, self._apply_updates, self._device_weights = device, apply_updates, device_weights
         self.ring = PieceRing(device)
         self._parts: dict[str, Mapping[int, StagePart]] = {}
@@ -364,7 +365,7 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory on the device for pieces of Steps."""
+    """Device memory in which pieces of optimizer steps (Steps) are updated."""
 
     state: AdamState
     free_event: torch.cuda.Event | None = None

@@ -29,7 +29,8 @@ STAGE = 0
 
 class OffloadedOptimizer:
     def __init__(self, adapted: AdaptedBase, apply_updates: Make = update) -> None:
-        """`apply_updates` is the function that applies updates on the device."""
+        """Create the store for the adapters of `adapted`. `apply_updates` is the function that applies
+        updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
@@ -65,8 +66,8 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the optimizer steps (Steps) of `jobs` before a pass of theirs. Return whether the device may
-        have to wait for that."""
+        """Finish the optimizer steps (Steps) of `jobs` before a pass that includes these jobs. Return whether
+        the device may have to wait for that."""
         if self._steps_underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]

@@ -141,7 +141,8 @@ class _GpuQueue:
     """CUDA streams for Loads and Evicts, and events between them and the compute stream."""
 
     def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
-        """If `reader` is None, stages are copied on the stream of Loads; otherwise a thread reads them."""
+        """Create the streams. If `reader` is None, stages are copied on the stream of Loads; otherwise a
+        thread reads them."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
         self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)

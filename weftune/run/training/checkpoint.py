@@ -250,7 +250,8 @@ def layout_as_list(layout: VectorLayout) -> list[list[Any]]:
 
 
 def checksum_text(sums: Mapping[str, str]) -> bytes:
-    """Return a file of checksums in the format of `sha256sum`."""
+    """Return the content of a file of checksums in the format of `sha256sum`. `sums` maps file names to their
+    SHA-256."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
 
 

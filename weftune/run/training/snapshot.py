@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
 HOST_SHARE = 1 / 8
-"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, it is taken
-from the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, snapshots
+use memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,7 +38,8 @@ class Snapshot:
     seed: int
     layout: VectorLayout
     vectors: Mapping[str, Tensor]
-    """Maps names in a checkpoint to vectors: the master weights, the moments, the best weights, the mean."""
+    """Maps the name of each vector in a checkpoint to the vector: the master weights, the moments, the best
+    weights, the mean of the last weights."""
     memory: Tensor | None = None
     """Memory that holds all vectors, if it belongs to a pool to which it is returned after use. None
     otherwise."""

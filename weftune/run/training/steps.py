@@ -121,7 +121,8 @@ class StepsUnderway:
     """Requested optimizer steps whose outcomes are read together."""
 
     def __init__(self, device: torch.device, finish: Callable[[], None] = lambda: None) -> None:
-        """`finish` completes the steps and starts reading their results."""
+        """Create the record of requested steps. `finish` completes the steps and starts reading their
+        results."""
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False

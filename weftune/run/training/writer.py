@@ -25,7 +25,8 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 MIN_THREADS, MAX_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""Number of CPU cores per writer thread: hashing uses one core, but small files mostly wait for the disk."""
+"""Number of CPU cores for each writer thread. It is above 1 because a thread occupies one core only while it
+hashes; with small files it mostly waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True)

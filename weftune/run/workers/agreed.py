@@ -66,9 +66,9 @@ class WorkerReport:
     shortage: str = ""
     """Reason why this worker could not compute the whole window; empty if it could."""
     copied_bytes: int = 0
-    """Bytes loaded from the host since the worker began, if its stages are streamed."""
+    """Number of bytes loaded from the host since the worker began, if its stages are streamed."""
     peak_bytes: int = 0
-    """Peak bytes in use. The first worker does not report them."""
+    """Peak memory use in bytes. The first worker does not report it."""
     waited: float = 0.0
     """Seconds that the worker's device waited for streamed stages."""
 
@@ -85,9 +85,9 @@ class Agreed:
         worker: int,
         shards: Shards | None = None,
     ) -> None:
-        """`worker` is the index of the list of actions that this worker runs. `shards` is given if each layer
-        is divided among several workers. These run the same list, and their sums are equal to the bit, so
-        they make the same decisions."""
+        """Create the agreement of one worker. `worker` is the index of the list of actions that it runs.
+        `shards` is given if each layer is divided among several workers. These run the same list, and their
+        sums are equal to the bit, so they make the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO

@@ -141,8 +141,8 @@ def _build_record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a dict from name to class of all dataclasses whose instances a value of the type `kind` can
-    contain, according to its annotations."""
+    """Return a dict from name to class of all dataclasses that occur in the annotations of the type `kind`,
+    directly or in fields."""
     found: dict[str, type] = {}
     _collect_records(kind, found)
     return found

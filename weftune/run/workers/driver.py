@@ -77,7 +77,8 @@ class _PendingCheckpoint:
     seed: int
     keeps_best: bool
     own_slice: Future[Slice]
-    """Future of this worker's own slice."""
+    """Future of the slice (checkpoint file) that this worker writes. It is done when the file has been
+    written."""
     slices: dict[int, Slice] = field(default_factory=dict)
     final_rename: Future[Path] | None = None
 
@@ -97,9 +98,9 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`loaded` is this worker's part of the base. `checkpoints` returns the folder of a job's
-        checkpoints, which is the same for every worker. `delay` is the number of seconds by which tests delay
-        every message."""
+        """Create the driver of workers that have loaded their parts. `loaded` is this worker's part of the
+        base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
+        `delay` is the number of seconds by which tests delay every message."""
         self.base = base = loaded_base(loaded)
         self.control = control
         position = control.connections.position
@@ -109,7 +110,7 @@ class Driver:
         self.reports: list[WorkerReport] = []
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
-        """Peak bytes in use on each of the other workers."""
+        """Peak memory use, in bytes, of each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(
             loaded,
@@ -434,8 +435,8 @@ def open_pipeline(
     deterministic: bool = False,
 ) -> Driver:
     """Load every worker's part of the base, wait for all workers, and return the driver. No worker uses more
-    than `max_bytes` of its GPU. If `deterministic`, the other workers use torch's deterministic kernels, as
-    the caller does."""
+    than `max_bytes` bytes of its GPU's memory. If `deterministic`, the other workers use torch's
+    deterministic kernels, as the caller does."""
     for worker in control.workers:
         part = layout.for_worker(worker // layout.shards % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))

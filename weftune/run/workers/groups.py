@@ -187,8 +187,8 @@ class WorkerConnections:
     shard_group: Any = None
     """Process group of the shards that hold this worker's layers. None if layers are not divided."""
     announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
-    """Maps a connection to the process group that announces its tensors, if its operations occupy a
-    device."""
+    """Maps each connection whose operations occupy a device, as those of NCCL do, to the process group that
+    announces its tensors."""
     watch: WaitWatch | None = None
 
     def incoming_lanes(self, purpose: Purpose) -> tuple[PeerLane, ...]:

@@ -176,7 +176,8 @@ class Outbox:
     waits for its peer."""
 
     def __init__(self, lane: PeerLane, device: torch.device, delay: float = 0.0) -> None:
-        """`delay` is the number of seconds that are added to the time of every message, in tests."""
+        """Start the thread that sends. `delay` is the number of seconds that are added to the time of every
+        message, in tests."""
         self._lane = lane
         self._device = device
         self._delay = delay

@@ -47,8 +47,8 @@ class Wait:
     """Workers for which this worker waits; at least one of them is late."""
     operation: str
     operation_key: str = ""
-    """Name of the communicator and index of the operation in it. Empty if the wait is not for an operation of
-    an `OrderedGroup`."""
+    """Name of the communicator and index of the operation in it. Empty if the worker does not wait for an
+    operation of an `OrderedGroup`."""
 
     def is_at_operation_of(self, other_wait: Wait) -> bool:
         """Return whether both workers wait at the same operation, and therefore not for each other."""

@@ -79,8 +79,8 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers` is the number of layers of each stage. Times are guessed from it until they are
-        measured."""
+        """Create the speeds of stages that have not been measured. `layers` is the number of layers of each
+        stage, from which times are guessed until they are measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
         """Predicted times of Loads (copies of stages to the device), which are not measured. None unless

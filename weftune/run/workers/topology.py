@@ -13,8 +13,8 @@ from weftune.plan.layout.mapping import Topology, least_contention_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""Assumed number of stages per GPU for the comparison of orders. The real number is not known yet when
-workers choose their GPUs."""
+"""Assumed number of stages per GPU when possible orders of the GPUs are compared. The real number is not
+known yet when workers choose their GPUs."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:
@@ -24,8 +24,9 @@ def assign_gpus(count: int) -> tuple[int, ...]:
 
 
 def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """Return the indices of the GPUs in the order of workers, given the root complex of each GPU. The order
-    is unchanged if a root complex is unknown."""
+    """Return the indices of the GPUs in the order in which workers use them, which keeps GPUs of one root
+    complex apart. `roots` contains the root complex of each GPU. If one is unknown, the order is 0, 1, 2,
+    ..."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(roots) or len(names) < 2:

@@ -51,8 +51,8 @@ class Transport:
         device: torch.device,
         delay: float = 0.0,
     ) -> None:
-        """`width` is the hidden width. `delay` is the number of seconds that are added to the time of every
-        message, to emulate a slow link in tests and benchmarks."""
+        """Open the connections. `width` is the hidden width. `delay` is the number of seconds that are added
+        to the time of every message, to emulate a slow link in tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
@@ -187,7 +187,7 @@ class _Replica:
 
 
 class Exchange:
-    """Exchanges gradients, or scores, with the workers that hold the same stage in other replicas.
+    """The exchange of gradients, or of scores, with the workers that hold the same stage in other replicas.
 
     Every replica adds in the same order, so that all replicas get the same bits, and so do two runs. Sending
     never blocks: gradients are transferred while the workers continue to compute.

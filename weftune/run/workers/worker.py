@@ -229,7 +229,7 @@ class Worker:
 
     def _save(self, job: str) -> None:
         """Take a snapshot of the job, and write it as this worker's file (slice) of the checkpoint. The first
-        worker is told when the slice is written, or why that is not possible."""
+        worker is notified when the slice is written, or why that is not possible."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
