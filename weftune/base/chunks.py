@@ -71,7 +71,7 @@ class SampleKeys:
     """Number of rows of the whole sample."""
     layers: dict[int, LayerKeys] = field(default_factory=dict)
 
-    def layer(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
+    def layer_keys(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
         """Return the keys and values of a layer. The first call allocates them, with room for all rows of the
         sample and for `prefix_rows` prefix keys."""
         if number not in self.layers:
@@ -100,7 +100,7 @@ class ChunkKeys:
         raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
-        memory = self._sample.layer(layer, self._prefix_keys, k_TGD, v_TGD)
+        memory = self._sample.layer_keys(layer, self._prefix_keys, k_TGD, v_TGD)
         first = self._prefix_keys + self._start
         if self._start == 0 and self._read_prefix is not None:
             ((keys_PN, values_PN),) = self._read_prefix(layer)

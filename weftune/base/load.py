@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
 from weftune.base.config import local_folder, no_safetensors_error, refuse_missing_base
-from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
+from weftune.base.decoders import IMAGE_ROPE_KEYS, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
@@ -204,7 +204,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             trust_remote_code=False,
         )
     model, found = loaded
-    _refuse_missing(spec, config, found["missing_keys"])
+    _refuse_missing_weights(spec, config, found["missing_keys"])
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -218,7 +218,7 @@ def _load_tensors(
     missing = missing_parameters(model, files)
     if missing and config.quantisation and not (config.is_wrapped or config.quantisation.is_stored):
         return _load_and_quantise(spec, config, device)
-    _refuse_missing(spec, config, missing)
+    _refuse_missing_weights(spec, config, missing)
     read_weights(model, files, device)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(
@@ -248,7 +248,7 @@ def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | Non
     return model
 
 
-def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
+def _refuse_missing_weights(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
     if names:
         raise BaseModelError(
             f"The files of {spec.model} lack {len(names)} weights of a {config.text_config.model_type} "
@@ -301,7 +301,7 @@ def _causal_model_config(text: PretrainedConfig) -> PretrainedConfig:
     values = text.to_dict()
     family, _ = SAME_ON_TEXT[values.pop("model_type")]
     rope = values.get("rope_parameters") or {}
-    values["rope_parameters"] = {key: value for key, value in rope.items() if key not in ROTATES_IMAGES}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if key not in IMAGE_ROPE_KEYS}
     return AutoConfig.for_model(family, **values)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.config import CONFIG, open_safetensors, read_config, weight_map
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, ROTATES_IMAGES, old_module_name
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, IMAGE_ROPE_KEYS, MIXTURES, old_module_name
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import FORMATS, quant_paths
 from weftune.base.quant.read import (
@@ -35,7 +35,7 @@ from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import layer_number
 
-STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Maps the name of a dtype in safetensors files to the dtype."""
 HEAD = "lm_head.weight"
 
@@ -174,13 +174,13 @@ def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | No
 def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     """Return the names of the tensors in files that a parameter consists of. Files hold the linears of every
     expert as separate tensors, and the model has one parameter for all experts."""
-    facts = MIXTURES.get(model.config.model_type)
-    if facts is None:
+    mixture = MIXTURES.get(model.config.model_type)
+    if mixture is None:
         return [name]
-    gate, up, down = facts.stored_names
+    gate, up, down = mixture.stored_names
     inside = {f".{EXPERTS}.{GATE_UP}": (gate, up), f".{EXPERTS}.{DOWN}": (down,)}
     own = next((linears for ending, linears in inside.items() if name.endswith(ending)), None)
-    stored = name.replace(".mlp.", f".{facts.stored_mlp}.")
+    stored = name.replace(".mlp.", f".{mixture.stored_mlp}.")
     if own is None:
         return [stored]
     path, experts = stored.rpartition(".")[0], len(model.get_parameter(name))
@@ -212,7 +212,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     if quant_paths(model):
         read = file_reader(model, files, device)
         assert read is not None
-        read_each(model, read, device)
+        read_each_parameter(model, read, device)
         return True
     shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
@@ -242,7 +242,7 @@ def _read_slice(file: Any, name: str, part: ParameterSlice | None) -> Tensor:
     return torch.cat([stored[(*before, slice(start, stop))] for start, stop in part.ranges], part.dim)
 
 
-def read_each(model: PreTrainedModel, fill: Fill, device: torch.device) -> None:
+def read_each_parameter(model: PreTrainedModel, fill: Fill, device: torch.device) -> None:
     """Load the parameters of `model` to `device` one after another, so that at most one unquantised weight is
     in memory. `fill` writes their values."""
     for name, names in shared_names(model).items():
@@ -330,7 +330,7 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
         found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
     if not found:
         return None
-    return STORED.get(found.most_common(1)[0][0])
+    return FILE_DTYPES.get(found.most_common(1)[0][0])
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: Path) -> None:
@@ -348,7 +348,7 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
         text, scaled = config["text_config"], model.config
         # Transformers would prefer the older key.
         own = text.pop("rope_scaling", None) or text.get("rope_parameters") or {}
-        kept = {key: own[key] for key in ROTATES_IMAGES if key in own}
+        kept = {key: own[key] for key in IMAGE_ROPE_KEYS if key in own}
         text["rope_parameters"] = {**kept, **scaled.rope_parameters}
         text["max_position_embeddings"] = scaled.max_position_embeddings
     (target / CONFIG).write_text(json.dumps(config, indent=2))

@@ -94,10 +94,10 @@ class Gathering:
         behind = sum(one.rows for one in self._prefixed)
         boundaries_B = torch.zeros(1 + sum(map(self._max_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
-            read=banks.read_keys,
+            read_keys=banks.read_keys,
             pack=Pack((device_microbatch,), boundaries_B.to(device), self._longest),
             source_Z=torch.zeros(device_microbatch, dtype=torch.int64, device=device),
-            is_row_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),
+            is_copy_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),
             prefix_key_indices=tuple(
                 torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
@@ -126,7 +126,7 @@ class Gathering:
         self, prefixes: GatheredPrefixes, microbatch: Microbatch, segments: dict[str, Segment]
     ) -> None:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
-        is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
+        is_copy_Z = torch.zeros(len(source_Z), dtype=torch.bool)
         behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
         for job, prefix_key_indices in zip(self._prefixed, prefixes.prefix_key_indices, strict=True):
             end, row = begin + job.rows_with_prefixes, segments[job.job].start
@@ -136,12 +136,12 @@ class Gathering:
             for length in _sample_lengths(microbatch, segments[job.job]):
                 keys += range(at, at + job.keys)
                 rows = slice(at + job.keys, at + job.keys + length)
-                source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
+                source_Z[rows], is_copy_Z[rows] = torch.arange(row, row + length), True
                 at, row = rows.stop, row + length
                 boundaries.append(at)
             number_R = torch.arange(job.rows) % count
             behind.append(segments[job.job].start + number_R)
-            places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
+            places.append((begin + is_copy_Z[begin:end].nonzero()[:, 0])[number_R])
             # Keys of absent samples, in the rest of the job's room; no row attends to them.
             keys += range(at, at + len(prefix_key_indices) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
@@ -149,7 +149,7 @@ class Gathering:
             copy_to(prefix_key_indices, torch.tensor(keys))
             begin = end
         copy_to(prefixes.source_Z, source_Z)
-        copy_to(prefixes.is_row_Z, is_row_Z)
+        copy_to(prefixes.is_copy_Z, is_copy_Z)
         copy_to(prefixes.rows_R, torch.cat(behind))
         copy_to(prefixes.copy_index_R, torch.cat(places))
         copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))

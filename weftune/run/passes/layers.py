@@ -59,10 +59,10 @@ class Layers:
         self._decoder = cast(Any, find_decoder(base.model))
         self._config: Any = base.model.config
         self._device = base.device
-        self._facts = find_decoder_facts(self._config)
+        self._structure = find_layer_structure(self._config)
         # On a worker with a stage, the layers of other stages are elsewhere, with several stages also those
         # between.
-        layers = enumerate(self._decoder.layers if self._facts is not None else ())
+        layers = enumerate(self._decoder.layers if self._structure is not None else ())
         here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
@@ -85,19 +85,23 @@ class Layers:
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Groups of adapted linears that share their input, each given by the linears' paths."""
-        found = () if self._facts is None else (self._facts.qkv, () if self.mixes else self._facts.gate_up)
+        found = (
+            ()
+            if self._structure is None
+            else (self._structure.qkv, () if self.mixes else self._structure.gate_up)
+        )
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
 
     def fuse(self, banks: Banks) -> None:
-        if self._facts is None:
+        if self._structure is None:
             return
         for index, module in enumerate(self.modules):
-            module.forward = FusedLayer(self, index, banks, self._config, self._facts)
+            module.forward = FusedLayer(self, index, banks, self._config, self._structure)
             self.fused_layers.append(module.forward)
         if self.modules and self._norms:
             norm = self._decoder.norm
-            self.final_norm = FusedNorm(norm, self._facts)
+            self.final_norm = FusedNorm(norm, self._structure)
             norm.forward = partial(self._final_norm, self.final_norm)
         rotary = self._decoder.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
@@ -144,7 +148,9 @@ class Layers:
 class FusedLayer:
     """The fused forward of one decoder layer. It has the signature of the layer's forward in transformers."""
 
-    def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
+    def __init__(
+        self, layers: Layers, index: int, banks: Banks, config: Any, structure: DecoderFacts
+    ) -> None:
         self._layers, self._index, self._banks = layers, index, banks
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
@@ -153,27 +159,30 @@ class FusedLayer:
         self._heads, self._groups = own.num_attention_heads, own.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
-        names = (*facts.norms, *(facts.head_norms or ()))
-        norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
+        names = (*structure.norms, *(structure.head_norms or ()))
+        norms = {name: FusedNorm(module.get_submodule(name), structure) for name in names}
         self._before_attention, self._before_mlp = (
-            norms[facts.norm_before_attention],
-            norms[facts.norm_before_mlp],
+            norms[structure.norm_before_attention],
+            norms[structure.norm_before_mlp],
         )
-        self._after_attention = norms[facts.norm_after_attention] if facts.norm_after_attention else None
-        self._after_mlp = norms[facts.norm_after_mlp] if facts.norm_after_mlp else None
-        self._head_norms = [norms[name] for name in facts.head_norms or ()]
-        self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
-        self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
+        self._after_attention = (
+            norms[structure.norm_after_attention] if structure.norm_after_attention else None
+        )
+        self._after_mlp = norms[structure.norm_after_mlp] if structure.norm_after_mlp else None
+        self._head_norms = [norms[name] for name in structure.head_norms or ()]
+        self._activation = ACTIVATIONS[getattr(config, structure.activation_key)]
+        self._qkv = banks.linear(f"{path}.{structure.qkv[0]}")
         self._sum_over_shards = layers.sum_over_shards
         adds = self._sum_over_shards is None
         self._o = banks.linear(
-            f"{path}.{facts.output_projection}", adds_residual=adds and facts.norm_after_attention is None
+            f"{path}.{structure.output_projection}",
+            adds_residual=adds and structure.norm_after_attention is None,
         )
         self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
         if not layers.mixes:
-            self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
+            self._gate_up = banks.linear(f"{path}.{structure.gate_up[0]}")
             self._down = banks.linear(
-                f"{path}.{facts.down}", adds_residual=adds and facts.norm_after_mlp is None
+                f"{path}.{structure.down}", adds_residual=adds and structure.norm_after_mlp is None
             )
 
     def __call__(
@@ -339,10 +348,10 @@ def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes:
 class FusedNorm:
     """A norm of the base in the form that the fused ops expect."""
 
-    def __init__(self, module: Any, facts: DecoderFacts) -> None:
+    def __init__(self, module: Any, structure: DecoderFacts) -> None:
         self._module = module
-        self.eps: float = getattr(module, facts.norm_eps)
-        self.offset = facts.norm_offset
+        self.eps: float = getattr(module, structure.norm_eps)
+        self.offset = structure.norm_offset
 
     @property
     def weight_D(self) -> Tensor:
@@ -379,11 +388,11 @@ class Angles:
         return (angle_1TE.cos() * self._scaling).to(x.dtype), (angle_1TE.sin() * self._scaling).to(x.dtype)
 
 
-def find_decoder_facts(config: Any) -> DecoderFacts | None:
+def find_layer_structure(config: Any) -> DecoderFacts | None:
     """Return the description of a model's family, or None if its layers or its activation function are not
     supported."""
     mixture = MIXTURES.get(config.model_type)
-    facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
-    if facts is None or getattr(config, facts.activation_key) not in facts.activations:
+    structure = DECODERS.get(config.model_type) if mixture is None else mixture.attention
+    if structure is None or getattr(config, structure.activation_key) not in structure.activations:
         return None
-    return facts
+    return structure
