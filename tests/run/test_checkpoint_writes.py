@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_one_from_before_formats_i
         (folder / "state.json").write_bytes(state.replace(old, new))
         content = {name: (folder / name).read_bytes() for name in ("tensors.safetensors", "state.json")}
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_text(digests))
+        (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_file_content(digests))
 
     rewritten(b'"format": 1', b'"format": 2')
     for read in (lambda: checkpoint.restore(tmp_path, fresh()), lambda: checkpoint.survey(tmp_path)):

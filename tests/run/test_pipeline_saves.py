@@ -87,13 +87,13 @@ def written_meanwhile(connections, folder):
     looked, real = set(), Driver._commit_checkpoints
 
     def advance(driver):
-        new = driver._pending.keys() - looked
+        new = driver._pending_checkpoints.keys() - looked
         looked.update(new)
         if not new:
             real(driver)
         for key in new:
-            wait([driver._pending[key].own_slice])
-            while not driver._pending[key].slices:
+            wait([driver._pending_checkpoints[key].own_slice])
+            while not driver._pending_checkpoints[key].slices:
                 driver._handle_answer(*driver.control.wait())
 
     with pytest.MonkeyPatch.context() as patch:

@@ -222,7 +222,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
             f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
     worker = assign_replica_position(worker, options.replicas, options.shards)
-    worker = replace(worker, ring=options.gpu_memory is not None and worker.stages > 1)
+    worker = replace(worker, is_ring=options.gpu_memory is not None and worker.stages > 1)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
@@ -297,7 +297,7 @@ def _shares_text(shares: int, options: Options) -> str:
 def _workers_text(worker: WorkerPosition) -> str:
     """Return text such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages of 4
     shards`. Workers with several stages each are called `2 workers`."""
-    stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
+    stages = f"{worker.stages} {'workers' if worker.is_ring else 'stages'}"
     named = {
         f"{worker.replicas} replicas": worker.replicas,
         stages: worker.stages,

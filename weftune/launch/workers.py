@@ -63,7 +63,7 @@ def connect_workers(
     try:
         found = select_device(device)
         if has_separate_gpus(worker, found):
-            numbers = assign_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
+            numbers = assign_gpus(worker.local_workers) if worker.is_ring else range(worker.local_workers)
             found = torch.device("cuda", first_gpu + numbers[worker.local_worker])
             torch.cuda.set_device(found)
         connections = connect(worker, found)

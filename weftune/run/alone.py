@@ -80,7 +80,7 @@ class Alone:
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the microbatch without the rows of failed jobs, on which no other worker depends."""
-        return plan.without(self._roster.dead)
+        return plan.without(self._roster.failed_jobs)
 
     def receive(self, action: Recv) -> Tensor:
         raise AssertionError(f"there is no other worker for {action}")
@@ -141,7 +141,7 @@ class Alone:
 
     def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         for more in sums:
-            if more.job in self._roster.dead:
+            if more.job in self._roster.failed_jobs:
                 continue
             key = more.job, more.step
             self._pending_evaluations[key] -= 1
@@ -155,7 +155,7 @@ class Alone:
 
     def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
         for one in scores:
-            if one.job in self._roster.dead:
+            if one.job in self._roster.failed_jobs:
                 continue
             if isinstance(event := score_event(one), Failed):
                 self._adapters.kill(one.job)
@@ -172,7 +172,7 @@ class Alone:
                 self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised_tokens
             )
             for step in steps
-            if step.job not in self._roster.dead
+            if step.job not in self._roster.failed_jobs
         ]
         if not requests:
             return
@@ -186,7 +186,7 @@ class Alone:
 
     def save(self, job: str, step: int) -> Iterator[Event]:
         yield from self.finish_steps()
-        if job not in self._roster.dead:
+        if job not in self._roster.failed_jobs:
             yield SaveDue(job, step)
 
     def finish_steps(self) -> Iterator[Event]:
@@ -202,7 +202,7 @@ class Alone:
             yield StateTime(len(requests), parameters, underway.seconds())
         for request, outcome in zip(requests, outcomes, strict=True):
             job = request.training.job
-            if job in self._roster.dead:
+            if job in self._roster.failed_jobs:
                 continue
             if isinstance(outcome, str):
                 self._adapters.kill(job)

@@ -92,7 +92,7 @@ class Executor:
         self.overlapped = OverlappedPasses(adapted)
         self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.rows_in_head)
         self._roster, self._timer = adapters.roster, timer
-        self.attached, self.dead = self._roster.trainings, self._roster.dead
+        self.attached, self.failed_jobs = self._roster.trainings, self._roster.failed_jobs
         self.home = adapters.home
         """Device that keeps the training state of attached jobs."""
         self.fused = adapted.fused
@@ -378,7 +378,7 @@ class Executor:
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
             )
-            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.dead))
+            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.failed_jobs))
         self.overlapped.backward_half(visit, index)
 
     def _forward(self, visit: StageVisit) -> None:
@@ -424,7 +424,7 @@ class Executor:
             dinput_TD = None
         else:
             scores = in_flight.scores if stage == self._last_stage else None
-            dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
+            dh_TD = scores.gradient_TD(self.failed_jobs) if scores else self.activations.take_gradient(visit)
             dinput_TD = self.passes.backward(visit, in_flight, self._stage_input(visit), dh_TD)
         self.adapters.record_backward(stage, in_flight.pass_times.plan.jobs)
         if dinput_TD is not None:

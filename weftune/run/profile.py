@@ -95,7 +95,7 @@ CASES = (
 """Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
 measure the time of kernel launches."""
 GPU_SCALE = 4
-BESIDE = CASES[1]
+CONCURRENT_CASE = CASES[1]
 """Case that is measured a second time while other work runs in another thread (`concurrent_work` in
 `measure_profile`)."""
 
@@ -124,8 +124,8 @@ def measure_profile(
             for done, case in enumerate(cases):
                 watch(number * len(cases) + done, len(DEPTHS) * len(cases))
                 bench.measure(case)
-            if concurrent_work is not None and depth == DEPTHS[-1] and BESIDE in cases:
-                delay = bench.measure_delay(BESIDE, concurrent_work)
+            if concurrent_work is not None and depth == DEPTHS[-1] and CONCURRENT_CASE in cases:
+                delay = bench.measure_delay(CONCURRENT_CASE, concurrent_work)
         passes += [LayeredPass(depth, *one) for one in bench.passes]
         steps += bench.steps
         firsts += bench.first_seconds

@@ -102,7 +102,7 @@ class JobAnswers:
     ) -> bool:
         """Return whether the evaluations of all jobs in the round have arrived."""
         first = next(iter(evaluations.values()))
-        return rounds[first.job, first.step] <= evaluations.keys() | self._executor.dead
+        return rounds[first.job, first.step] <= evaluations.keys() | self._executor.failed_jobs
 
     def _add_answer_metrics(
         self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]

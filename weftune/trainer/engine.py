@@ -50,7 +50,7 @@ class TimelineWatcher:
     def begin(self, program: Program) -> None:
         # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
-        known = program.batches and paces.measured
+        known = program.batches and paces.has_measurements
         self._predicted = prepare_timeline(paces.timeline(program), program) if known else None
 
     def end(self, program: Program) -> None:
@@ -154,7 +154,7 @@ def _workers_engine(
         timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: choice.pacing(
             paces(),
-            are_measured=driver.paces.measured and not options.deterministic,
+            are_measured=driver.paces.has_measurements and not options.deterministic,
             # A run that resumes begins with an empty pipeline, and must come to the same microbatches.
             hands_over=not options.deterministic,
         ),
@@ -176,7 +176,7 @@ def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> 
     measured, the profile."""
 
     def price(program: Program) -> float | None:
-        if driver.paces.measured:
+        if driver.paces.has_measurements:
             return driver.paces.predicted_seconds(program)
         return choice.predict_seconds(program, shapes)
 
@@ -189,7 +189,7 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
     if isinstance(executor, Driver):
         reports, shards = executor.reports, executor.shards
         copied_bytes = shards * sum(report.copied_bytes for report in reports)
-        waited = max((report.waited for report in reports), default=0.0)
+        waited = max((report.waited_seconds for report in reports), default=0.0)
         source = f"host to {shards * len(reports)} workers; the one that waited longest for it did so"
         seconds = seconds if reports else 0.0
     else:

@@ -91,7 +91,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
     for _ in range(8):
         steps = {name: training.progress.step for name, training in executor.attached.items()}
         courses = [
-            job.job_window(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead
+            job.job_window(steps[job.name], 5, begins) for job in jobs if job.name not in executor.failed_jobs
         ]
         begins = False
         program = plan_window(courses, cut, CAPACITY)

@@ -24,7 +24,7 @@ from weftune.core.batch import IGNORED, Microbatch, Segment, copy_to
 from weftune.ops.lora.rows import Rows
 from weftune.ops.site import GatheredRows
 from weftune.plan.program.program import Recompute
-from weftune.run.passes.rows import LEAST, DeviceMicrobatch, Membership, bucket, longest_bucket
+from weftune.run.passes.rows import MIN_BUCKET, DeviceMicrobatch, Membership, bucket, sample_length_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class GatheredJob:
     """Serial number of the job's attachment to the base. The graph reads memory that was allocated when the
     job was attached."""
     rows: int
-    keys: int = 0
+    prefix_keys: int = 0
     """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
     adapters."""
     samples: int = 0
@@ -46,7 +46,7 @@ class GatheredJob:
     @property
     def rows_with_prefixes(self) -> int:
         """Number of reserved rows, with the prefix keys counted as rows."""
-        return self.rows + self.keys * self.samples
+        return self.rows + self.prefix_keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
@@ -54,7 +54,7 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
     in the order in which the jobs were attached."""
     found = []
     for segment, attached in banks.gathered_segments(microbatch):
-        rows = bucket(segment.stop - segment.start, LEAST)
+        rows = bucket(segment.stop - segment.start, MIN_BUCKET)
         samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.keys else 0
         found.append(GatheredJob(segment.job, attached.serial, rows, attached.keys, samples))
     return tuple(sorted(found, key=lambda one: one.serial))
@@ -83,10 +83,10 @@ class Gathering:
                 torch.zeros(one.rows, dtype=torch.int64, device=device),
             )
             for one in jobs
-            if not one.keys
+            if not one.prefix_keys
         }
-        self._prefixed = [one for one in jobs if one.keys]
-        self._longest = max_length + max((one.keys for one in jobs), default=0)
+        self._prefixed = [one for one in jobs if one.prefix_keys]
+        self._longest = max_length + max((one.prefix_keys for one in jobs), default=0)
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
@@ -99,7 +99,7 @@ class Gathering:
             source_Z=torch.zeros(device_microbatch, dtype=torch.int64, device=device),
             is_copy_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),
             prefix_key_indices=tuple(
-                torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
+                torch.zeros(one.prefix_keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
             ),
             rows_R=torch.zeros(behind, dtype=torch.int64, device=device),
@@ -134,8 +134,8 @@ class Gathering:
             source_Z[begin:end] = row + torch.arange(job.rows_with_prefixes) % count
             keys, at, first = list[int](), begin, len(boundaries)
             for length in _sample_lengths(microbatch, segments[job.job]):
-                keys += range(at, at + job.keys)
-                rows = slice(at + job.keys, at + job.keys + length)
+                keys += range(at, at + job.prefix_keys)
+                rows = slice(at + job.prefix_keys, at + job.prefix_keys + length)
                 source_Z[rows], is_copy_Z[rows] = torch.arange(row, row + length), True
                 at, row = rows.stop, row + length
                 boundaries.append(at)
@@ -173,7 +173,7 @@ def make_graph_key(
     even = len(set(lengths)) == 1
     return GraphKey(
         rows=device_microbatch.microbatch.rows,
-        max_length=lengths[0] if even else longest_bucket(max(lengths), context),
+        max_length=lengths[0] if even else sample_length_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
         has_equal_lengths=even,
         limits=banks.limits(),

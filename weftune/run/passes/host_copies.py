@@ -100,10 +100,10 @@ class HostStore:
         self._host_values: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to the vector's values in host memory, until they are requested
         back."""
-        self._outgoing: dict[tuple[int, int], Tensor] = {}
+        self._outgoing_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
         complete."""
-        self._incoming: dict[tuple[int, int], Tensor] = {}
+        self._incoming_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
@@ -116,27 +116,27 @@ class HostStore:
             [self._host_buffers[key]] = host_vectors([(vector.nbytes, torch.uint8)], self._device)
         self._host_values[key] = self._host_buffers[key][: vector.nbytes].view(vector.dtype)
         self._copies.copy_out(key, vector, self._host_values[key])
-        self._outgoing[key] = vector
+        self._outgoing_vectors[key] = vector
 
         def fetch() -> Tensor:
             self.request(layer)
             self._copies.await_copy_in(key)
-            return self._incoming.pop(key)
+            return self._incoming_vectors.pop(key)
 
         return fetch
 
     def free_copied(self) -> None:
         """Release the device memory of all stored vectors. Later work of the device waits until they have
         been copied to the host."""
-        for key in self._outgoing:
+        for key in self._outgoing_vectors:
             self._copies.await_copy_out(key)
-        self._outgoing.clear()
+        self._outgoing_vectors.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
         """Start to copy the stored vectors of a layer, or its first `count`, back to the device."""
         for key in [key for key in self._host_values if key[0] == layer][:count]:
             self.free_copied()
-            self._incoming[key] = self._copies.copy_in(key, self._host_values.pop(key))
+            self._incoming_vectors[key] = self._copies.copy_in(key, self._host_values.pop(key))
 
     def release(self) -> None:
         """Free the host memory, which no microbatch needs any longer."""
@@ -147,5 +147,5 @@ class HostStore:
     def forget(self) -> None:
         """Drop the stored vectors of a microbatch whose backward will not run."""
         self._copies.finish()
-        for tensors in (self._host_values, self._outgoing, self._incoming):
+        for tensors in (self._host_values, self._outgoing_vectors, self._incoming_vectors):
             tensors.clear()

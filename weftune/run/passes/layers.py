@@ -67,7 +67,7 @@ class Layers:
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
-        self._norms = base.is_last
+        self._has_final_norm = base.is_last
         """Whether this worker also holds the final norm of the model."""
         self.fused_layers: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
@@ -75,10 +75,10 @@ class Layers:
         """List to which the layers add the angles of their rotary embedding instead of computing anything.
         None except within `compute_inputs`."""
         heads = [module.self_attn.head_dim for module in self.modules]
-        self.mixes = self._config.model_type in MIXTURES
+        self.has_experts = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
-        self.can_capture = served and not self.mixes and (team is None or team.is_capturable)
+        self.can_capture = served and not self.has_experts and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
         them."""
 
@@ -88,7 +88,7 @@ class Layers:
         found = (
             ()
             if self._structure is None
-            else (self._structure.qkv, () if self.mixes else self._structure.gate_up)
+            else (self._structure.qkv, () if self.has_experts else self._structure.gate_up)
         )
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
@@ -99,7 +99,7 @@ class Layers:
         for index, module in enumerate(self.modules):
             module.forward = FusedLayer(self, index, banks, self._config, self._structure)
             self.fused_layers.append(module.forward)
-        if self.modules and self._norms:
+        if self.modules and self._has_final_norm:
             norm = self._decoder.norm
             self.final_norm = FusedNorm(norm, self._structure)
             norm.forward = partial(self._final_norm, self.final_norm)
@@ -139,7 +139,7 @@ class Layers:
         self.fused_layers = []
         for module in self.modules:
             module.__dict__.pop("forward", None)
-        if self.modules and self._norms:
+        if self.modules and self._has_final_norm:
             self._decoder.norm.__dict__.pop("forward", None)
         if self.modules:
             self._decoder.rotary_emb.__dict__.pop("forward", None)
@@ -178,8 +178,8 @@ class FusedLayer:
             f"{path}.{structure.output_projection}",
             adds_residual=adds and structure.norm_after_attention is None,
         )
-        self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
-        if not layers.mixes:
+        self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.has_experts else None
+        if not layers.has_experts:
             self._gate_up = banks.linear(f"{path}.{structure.gate_up[0]}")
             self._down = banks.linear(
                 f"{path}.{structure.down}", adds_residual=adds and structure.norm_after_mlp is None
@@ -293,7 +293,7 @@ class FusedLayer:
         qkv = rotary_split(self._qkv(n_TD, None), *angle, self._heads, self._groups, norms)
         return self._o(attend_with_prefixes(*qkv, pack, self._rule, self._layer).flatten(1), None)
 
-    def add_half(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
+    def add_half_output(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Return the residual plus the summed output of the attention or the feed-forward."""
         norm = self._after_mlp if is_feed_forward else self._after_attention
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)

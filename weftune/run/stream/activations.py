@@ -29,7 +29,7 @@ class KeptActivations:
         self._own = frozenset(own_stages)
         self._inputs: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
-        self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
+        self._outgoing_tensors: dict[tuple[StageVisit, Payload], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
@@ -40,7 +40,7 @@ class KeptActivations:
         if visit.stage in self._own:
             self._inputs[visit] = input_TD
         else:
-            self._outgoing[visit, "activation"] = input_TD
+            self._outgoing_tensors[visit, "activation"] = input_TD
 
     def read(self, visit: StageVisit) -> Tensor:
         """Return the input of a stage for a microbatch. The compute stream waits until it can be read."""
@@ -62,14 +62,14 @@ class KeptActivations:
         if visit.stage in self._own:
             self._gradients[visit] = dh_TD
         else:
-            self._outgoing[visit, "gradient"] = dh_TD
+            self._outgoing_tensors[visit, "gradient"] = dh_TD
 
     def take_gradient(self, visit: StageVisit) -> Tensor:
         return self._gradients.pop(visit)
 
     def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
         """Return the tensor to send, or None if it was never computed."""
-        return self._outgoing.pop((visit, payload), None)
+        return self._outgoing_tensors.pop((visit, payload), None)
 
     def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each

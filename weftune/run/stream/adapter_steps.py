@@ -35,7 +35,7 @@ JobStage = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 Events = tuple[torch.cuda.Event, ...]
 """CUDA events after which some work may begin: all of them must be done."""
-Make = Callable[[Sequence[Update], Tensor | None], Tensor]
+ApplyUpdates = Callable[[Sequence[Update], Tensor | None], Tensor]
 """A function that applies updates on the device, with optional clipping factors, and returns whether each
 job's new weights are finite [J]."""
 
@@ -124,7 +124,7 @@ class HostSteps:
     def __init__(
         self,
         device: torch.device,
-        apply_updates: Make = update,
+        apply_updates: ApplyUpdates = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
         """Prepare to perform the Steps of jobs. `apply_updates` is the function that applies updates on the

@@ -18,7 +18,7 @@ from torch import Tensor
 from weftune.ops.adamw import update
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.run.stream.adapter_steps import HostSteps, Make
+from weftune.run.stream.adapter_steps import ApplyUpdates, HostSteps
 from weftune.run.stream.adapters import AdapterTransfers
 from weftune.run.stream.weights import StreamedWeights
 from weftune.run.training.state import Training
@@ -33,7 +33,9 @@ from weftune.run.training.steps import (
 
 
 class TravellingAdapters:
-    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: Make = update) -> None:
+    def __init__(
+        self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: ApplyUpdates = update
+    ) -> None:
         """Create the store for the adapters of `adapted`. `apply_updates` is the function that applies
         optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)

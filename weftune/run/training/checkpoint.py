@@ -110,7 +110,7 @@ def write_state(
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
     write_synced(partial / STATE, content)
-    write_synced(partial / SUMS, checksum_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
+    write_synced(partial / SUMS, checksum_file_content({**sums, STATE: hashlib.sha256(content).hexdigest()}))
 
 
 def publish_checkpoint(partial_path: Path, final_path: Path) -> None:
@@ -228,7 +228,7 @@ def _read(path: Path) -> _Stored | None:
         names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
         content = {name: (path / name).read_bytes() for name in names}
         found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        if STATE not in content or sums != checksum_text(found):
+        if STATE not in content or sums != checksum_file_content(found):
             return None
         state = json.loads(content[STATE])
         refuse_unknown_format(state.get("format"), path / STATE)
@@ -249,7 +249,7 @@ def layout_as_list(layout: VectorLayout) -> list[list[Any]]:
     return [[p.site, p.name, list(p.shape)] for p in layout.parameters]
 
 
-def checksum_text(sums: Mapping[str, str]) -> bytes:
+def checksum_file_content(sums: Mapping[str, str]) -> bytes:
     """Return the content of a file of checksums in the format of `sha256sum`. `sums` maps file names to their
     SHA-256."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()

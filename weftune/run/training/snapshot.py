@@ -43,12 +43,12 @@ class Snapshot:
     memory: Tensor | None = None
     """Memory that holds all vectors, if it belongs to a pool to which it is returned after use. None
     otherwise."""
-    copied: torch.cuda.Event | None = None
+    copied_event: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the vectors by name. Waits until the device has copied them."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copied_event is not None:
+            self.copied_event.synchronize()
         return self.vectors
 
 
@@ -83,7 +83,7 @@ class Snapshots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
-        self._free: dict[int, list[Tensor]] = {}
+        self._free_memory: dict[int, list[Tensor]] = {}
         """Maps a number of bytes to unused page-locked memory of that size. The memory is kept because
         page-locking is slow."""
         self._free_bytes = 0
@@ -99,8 +99,8 @@ class Snapshots:
             start += _aligned_bytes(vector)
         copied = self._copy_vectors(vectors, copies)
         if training.master.is_cuda:
-            training.snapshot_copied = copied
-        return replace(make_snapshot(training, copies), memory=memory, copied=copied)
+            training.snapshot_copied_event = copied
+        return replace(make_snapshot(training, copies), memory=memory, copied_event=copied)
 
     def release(self, snapshot: Snapshot) -> None:
         """Release the snapshot's memory for reuse."""
@@ -145,23 +145,23 @@ class Snapshots:
         return self._used_bytes + self._free_bytes
 
     def _add_free(self, memory: Tensor) -> None:
-        self._free.setdefault(len(memory), []).append(memory)
+        self._free_memory.setdefault(len(memory), []).append(memory)
         self._free_bytes += len(memory)
 
     def _pop_free(self, size: int) -> Tensor:
-        memory = self._free[size].pop()
+        memory = self._free_memory[size].pop()
         self._free_bytes -= size
-        if not self._free[size]:
-            del self._free[size]
+        if not self._free_memory[size]:
+            del self._free_memory[size]
         return memory
 
     def _take_memory(self, size: int) -> Tensor:
         with self._changed:
             self._changed.wait_for(lambda: not self._used_bytes or self._used_bytes + size <= self.max_bytes)
-            fitting = min((one for one in self._free if size <= one <= 2 * size), default=None)
+            fitting = min((one for one in self._free_memory if size <= one <= 2 * size), default=None)
             memory = None if fitting is None else self._pop_free(fitting)
-            while memory is None and self._free and self._allocated_bytes + size > self.max_bytes:
-                self._pop_free(next(iter(self._free)))
+            while memory is None and self._free_memory and self._allocated_bytes + size > self.max_bytes:
+                self._pop_free(next(iter(self._free_memory)))
             self._used_bytes += size if memory is None else len(memory)
         return _host_memory(size, self._device) if memory is None else memory
 

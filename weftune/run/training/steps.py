@@ -77,8 +77,8 @@ class StepRun:
     """Events after which all gradients are on the host, if they are copied to it."""
     _values_JV: Tensor | None = None
     """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host
-    once the event `_copied` is done."""
-    _copied: torch.cuda.Event | None = None
+    once the event `_copied_event` is done."""
+    _copied_event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         self.reasons = [None] * len(self.requests)
@@ -95,13 +95,13 @@ class StepRun:
         if self._values_JV.is_cuda:
             host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
             self._values_JV = host_JV.copy_(self._values_JV, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
+            self._copied_event = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
         """Return every step's outcome. If an outcome is a string, the job's weights must not be used."""
         assert self._values_JV is not None, "the results of these steps are not being read"
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
         found: list[Outcome] = []
         rows = zip(
             self.requests, self.updates, self.tokens, self.reasons, self._values_JV.tolist(), strict=True

@@ -124,8 +124,8 @@ class Driver:
         self.home, self.fused = self._own.home, self._own.fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
-        self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}
-        self._unsaved: list[Unsaved] = []
+        self._pending_checkpoints: dict[tuple[str, int], _PendingCheckpoint] = {}
+        self._unsaved_checkpoints: list[Unsaved] = []
         """Checkpoints that could not be written and have not been reported yet."""
         self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
         """Maps (job, step) to the answers of other workers about their files (slices) of this checkpoint, by
@@ -175,7 +175,9 @@ class Driver:
         # From here on no worker writes a slice of it.
         self.writer.wait(job)
         drop_partial(self._checkpoints(job))
-        self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
+        self._pending_checkpoints = {
+            key: one for key, one in self._pending_checkpoints.items() if key[0] != job
+        }
         self._early_slices = {key: one for key, one in self._early_slices.items() if key[0] != job}
         layout = get_kind(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
         return _assemble_training(own, parts, layout)
@@ -198,7 +200,7 @@ class Driver:
         best = training.record_evaluation(loss, keep_best, min_delta, counts, score)
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
-        if (pending := self._pending.get((job, training.progress.step))) is not None:
+        if (pending := self._pending_checkpoints.get((job, training.progress.step))) is not None:
             pending.progress = copy.copy(training.progress)
             pending.keeps_best = training.best_weights is not None
 
@@ -318,7 +320,7 @@ class Driver:
         """Yield events for the jobs that failed on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
-                if job not in self._own.dead:
+                if job not in self._own.failed_jobs:
                     self.kill(job)
                     yield Failed(job, reason)
 
@@ -329,7 +331,7 @@ class Driver:
                 key = one.job, one.step
                 sums[key] = sums[key] + one if key in sums else one
         for one in sums.values():
-            if one.job in self._own.dead:
+            if one.job in self._own.failed_jobs:
                 continue
             if not math.isfinite(one.loss):
                 self.kill(one.job)
@@ -337,7 +339,7 @@ class Driver:
 
     def _score_events(self) -> Iterator[Event]:
         for one in (one for report in self.reports for one in report.scores):
-            if one.job in self._own.dead:
+            if one.job in self._own.failed_jobs:
                 continue
             if isinstance(event := score_event(one), Failed):
                 self.kill(one.job)
@@ -353,7 +355,7 @@ class Driver:
         snapshot = self._own.snapshot(job)
         key = job, snapshot.progress.step
         own_slice = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
-        self._pending[key] = _PendingCheckpoint(
+        self._pending_checkpoints[key] = _PendingCheckpoint(
             folder, snapshot.progress, training.adapter.seed, training.best_weights is not None, own_slice
         )
         for worker, early in self._early_slices.pop(key, {}).items():
@@ -373,17 +375,21 @@ class Driver:
         while (received := self.control.next_answer()) is not None:
             self._handle_answer(*received)
         self._commit_checkpoints()
-        found, self._unsaved = self._unsaved, []
+        found, self._unsaved_checkpoints = self._unsaved_checkpoints, []
         return found
 
     def finish_saves(self, job: str) -> None:
         """Wait for the job's checkpoints, except those that wait for an evaluation later in this window."""
         while True:
             self._commit_checkpoints()
-            keys = [key for key in self._pending if key[0] == job and key not in self._awaited_evaluations]
+            keys = [
+                key
+                for key in self._pending_checkpoints
+                if key[0] == job and key not in self._awaited_evaluations
+            ]
             if not keys:
                 return
-            pending = self._pending[keys[0]]
+            pending = self._pending_checkpoints[keys[0]]
             if (writing := pending.pending_write) is not None:
                 wait([writing])
             elif len(pending.slices) < self.stages - 1:
@@ -393,19 +399,19 @@ class Driver:
 
     def _handle_slice(self, worker: int, answer: Slice | Unsaved) -> None:
         key = answer.job, answer.step
-        if key not in self._pending:
+        if key not in self._pending_checkpoints:
             self._early_slices.setdefault(key, {})[worker] = answer
         elif isinstance(answer, Unsaved):
             self._drop_checkpoint(key, answer.reason)
         else:
-            self._pending[key].slices[worker] = answer
+            self._pending_checkpoints[key].slices[worker] = answer
 
     def _commit_checkpoints(self) -> None:
         """Rename the folders of complete checkpoints to their final names, except those whose evaluation is
         still to come."""
-        for key, pending in list(self._pending.items()):
-            if key[0] in self._own.dead:
-                del self._pending[key]
+        for key, pending in list(self._pending_checkpoints.items()):
+            if key[0] in self._own.failed_jobs:
+                del self._pending_checkpoints[key]
             elif pending.pending_write is None:
                 self._advance_save(key, pending)
 
@@ -413,15 +419,15 @@ class Driver:
         if (trouble := find_disk_error(pending.final_rename or pending.own_slice)) is not None:
             self._drop_checkpoint(key, trouble)
         elif pending.final_rename is not None:
-            del self._pending[key]
+            del self._pending_checkpoints[key]
         elif len(pending.slices) == self.stages - 1 and key not in self._awaited_evaluations:
             slices = {0: pending.own_slice.result(), **pending.slices}
             done = partial(finish, pending.folder, pending.progress, pending.seed, slices, pending.keeps_best)
             pending.final_rename = self.writer.run(key[0], done)
 
     def _drop_checkpoint(self, key: tuple[str, int], reason: str) -> None:
-        del self._pending[key]
-        self._unsaved.append(Unsaved(*key, reason))
+        del self._pending_checkpoints[key]
+        self._unsaved_checkpoints.append(Unsaved(*key, reason))
 
 
 def open_pipeline(

@@ -40,7 +40,7 @@ class WorkerPosition:
     local_workers: int = 1
     replicas: int = 1
     """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
-    ring: bool = False
+    is_ring: bool = False
     """Whether there are more stages than workers, so that the last worker also sends hidden states to the
     first."""
     shards: int = 1
@@ -222,7 +222,7 @@ def _links_between_workers(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of actions,
     so all shards of the same layers have the same index."""
     stages, lists = position.stages, position.workers // position.shards
-    if position.ring:
+    if position.is_ring:
         yield WorkerLink("activation", lists - 1, 0)
         yield WorkerLink("gradient", 0, lists - 1)
     for first in range(0, lists, stages):

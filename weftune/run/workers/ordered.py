@@ -62,9 +62,9 @@ class WaitWatch:
     def __init__(self, store: Any, worker: int) -> None:
         self._store, self._worker = store, worker
         self._numbers = count()
-        self._circle: tuple[tuple[int, Wait], ...] = ()
+        self._cycle: tuple[tuple[int, Wait], ...] = ()
         """Workers of the last cycle that was found, each with its wait."""
-        self._seen = 0
+        self._repeat_count = 0
         """Number of consecutive checks in which the last cycle was found again."""
 
     @contextmanager
@@ -82,17 +82,17 @@ class WaitWatch:
             raise
         self._store.set(_key(self._worker), "")
 
-    def check_for_circle(self) -> None:
+    def check_for_cycle(self) -> None:
         """Raise OrderError if this worker is in a deadlock, which several consecutive checks must have found.
         Called repeatedly while the worker waits."""
-        circle = self._find_circle()
-        self._seen = self._seen + 1 if circle and circle == self._circle else 0
-        self._circle = circle
-        if self._seen >= STABLE_POLLS:
+        circle = self._find_cycle()
+        self._repeat_count = self._repeat_count + 1 if circle and circle == self._cycle else 0
+        self._cycle = circle
+        if self._repeat_count >= STABLE_POLLS:
             told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in circle)
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
-    def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
+    def _find_cycle(self) -> tuple[tuple[int, Wait], ...]:
         """Return the workers of a cycle that wait for one another and include this worker, each with its
         wait. Empty if there is none."""
         own = self._read(self._worker)
@@ -188,7 +188,7 @@ class OrderedWork:
                 self.peers, f"{self.operation} with worker {others}", self.operation_key
             ):
                 while not self.done.wait(POLL_SECONDS):
-                    self.watch.check_for_circle()
+                    self.watch.check_for_cycle()
         if self.error is not None:
             raise self.error
         return True

@@ -53,7 +53,7 @@ class _Measurements:
     def add(self, plan: MicrobatchPlan, measured: MeasuredPass) -> None:
         (self.samples if plan.chunk is None else self.chunks).append(measured)
 
-    def merged(self) -> list[MeasuredPass]:
+    def all_passes(self) -> list[MeasuredPass]:
         return [*self.samples, *self.chunks]
 
 
@@ -66,14 +66,14 @@ class _Stage:
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forwards, backwards = self.forwards.merged(), self.backwards.merged()
+        forwards, backwards = self.forwards.all_passes(), self.backwards.all_passes()
         forward, backward = fit_line(forwards), fit_line(backwards)
         kinds = ((forwards, forward), (backwards, backward))
         passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
         spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
         return StagePace(forward, backward, steps, spread)
 
-    def guessed_pace(self) -> StagePace:
+    def guess_pace(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
 
 
@@ -87,8 +87,8 @@ class Paces:
         stages are streamed."""
 
     @property
-    def measured(self) -> bool:
-        return all(stage.forwards.merged() and stage.backwards.merged() for stage in self._stages)
+    def has_measurements(self) -> bool:
+        return all(stage.forwards.all_passes() and stage.backwards.all_passes() for stage in self._stages)
 
     def add_measurements(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Add the measurements in the reports of all workers. The time of an optimizer step counts for all
@@ -132,7 +132,7 @@ class Paces:
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
         """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
-        return tuple(stage.guessed_pace() for stage in self._stages)
+        return tuple(stage.guess_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
         """Return the simulated time of a window in seconds, or None while nothing has been measured."""

@@ -162,8 +162,8 @@ class _Replica:
         """Index of the worker's list of actions, and the payload of those Reduce actions that send
         messages."""
         self.inbox = create_inbox(lane, dtype, device)
-        self._expected: deque[StepKey] = deque()
-        self._received: dict[StepKey, Tensor] = {}
+        self._expected_keys: deque[StepKey] = deque()
+        self._received_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
         expected = [
@@ -171,19 +171,19 @@ class _Replica:
             for one in program.devices[self.worker]
             if isinstance(one, Reduce) and one.payload == self._payload
         ]
-        self._expected.extend((one.job, one.step) for one in expected)
+        self._expected_keys.extend((one.job, one.step) for one in expected)
         self.inbox.expect((size(one.job),) for one in expected)
 
     def has_message(self, key: StepKey) -> bool:
-        return key in self._received or key in self._expected
+        return key in self._received_messages or key in self._expected_keys
 
     def receive(self, key: StepKey) -> Tensor:
         """Return the message of a job's batch. Messages of other jobs that arrive earlier are kept."""
-        while key not in self._received:
-            self._received[self._expected.popleft()] = self.inbox.receive(
+        while key not in self._received_messages:
+            self._received_messages[self._expected_keys.popleft()] = self.inbox.receive(
                 f"the {self._payload} of a batch from list {self.worker}"
             )
-        return self._received.pop(key)
+        return self._received_messages.pop(key)
 
 
 class Exchange:
@@ -208,7 +208,7 @@ class Exchange:
         ]
         self.outboxes = [Outbox(lane, device, delay) for lane in connections.outgoing_lanes(purpose)]
         self.inboxes = [other.inbox for other in self._others]
-        self._own: dict[StepKey, Tensor] = {}
+        self._own_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
         """Post the receives of a Program ahead. `size` returns the number of values in a message of a job."""
@@ -217,7 +217,7 @@ class Exchange:
 
     def send_to_replicas(self, key: StepKey, message_N: Tensor) -> None:
         """Send a message to all other replicas; `message_N` must not be changed afterwards."""
-        self._own[key] = message_N
+        self._own_messages[key] = message_N
         for outbox in self.outboxes:
             outbox.send(message_N)
 
@@ -225,8 +225,8 @@ class Exchange:
         """Return the sum of the messages of all replicas, in their order; at the indices `maxima`, return the
         maximum. Waits until all messages have arrived."""
         parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
-        if key in self._own:
-            parts_N[worker] = self._own.pop(key)
+        if key in self._own_messages:
+            parts_N[worker] = self._own_messages.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))
         total_N = first.clone()
         for part_N in others:
