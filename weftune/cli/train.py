@@ -227,8 +227,8 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
         )
-    with connect_workers(worker, options.device) as staff:
-        if staff is None:
+    with connect_workers(worker, options.device) as control:
+        if control is None:
             return
         run = read_run(jobs)
         refuse_kinds_on_shards(run.jobs, options.shards)
@@ -236,7 +236,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
-        _train_in_process(run, replace(options, staff=staff), max_steps)
+        _train_in_process(run, replace(options, worker_control=control), max_steps)
 
 
 def _train_in_process(
@@ -251,8 +251,8 @@ def _train_in_process(
         from weftune.trainer.train import make_trainer
 
     workers = ""
-    if options.staff is not None:
-        workers = f", in {_workers_text(options.staff.connections.position)}"
+    if options.worker_control is not None:
+        workers = f", in {_workers_text(options.worker_control.connections.position)}"
     else:
         shares = len(devices)
         workers = _shares_text(shares, options) if shares > 1 else ""

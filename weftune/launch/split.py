@@ -414,10 +414,10 @@ def run_share(
     if attempt > 0:
         options = replace(options, resume=output.exists(), restart=(), retry=(), changes={})
     try:
-        with _connected_workers(options, options.workers_per_share) as staff:
-            if staff is None and options.workers_per_share > 1:
+        with _connected_workers(options, options.workers_per_share) as control:
+            if control is None and options.workers_per_share > 1:
                 return
-            mine = replace(options, staff=staff)
+            mine = replace(options, worker_control=control)
             trainer = make_trainer(run, output=output, max_steps=max_steps, options=mine, view=view)
             results = trainer.run()
     except UserError as error:
@@ -440,8 +440,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
         position = read_position()
         assert position is not None, "the launcher has set the environment"
         position = replace(position, replicas=options.replicas, shards=options.shards)
-        with connect_workers(position, options.device, device.index or 0) as staff:
-            yield staff
+        with connect_workers(position, options.device, device.index or 0) as control:
+            yield control
         return
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.

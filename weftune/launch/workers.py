@@ -71,14 +71,14 @@ def connect_workers(
             serve(connections, found)
             yield None
         else:
-            staff = WorkerControl(connections)
+            control = WorkerControl(connections)
             try:
-                yield staff
+                yield control
             except (UserError, typer.Exit):
-                staff.end_workers()
+                control.end_workers()
                 raise
             # Not after a bug or by force: then the other workers are lost.
-            staff.end_workers()
+            control.end_workers()
     except (PeerLost, ShardShortage) as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)

@@ -32,7 +32,7 @@ from weftune.run.events import (
     evaluation_event,
     score_event,
 )
-from weftune.run.measure.timers import DeviceSpan, Waited
+from weftune.run.measure.timers import DeviceSpan, WaitTime
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.training.state import EvaluationSums
@@ -75,7 +75,7 @@ class Alone:
             for segment in plan.segments
         )
 
-    def end_window(self, waited: Waited) -> None:
+    def end_window(self, wait_time: WaitTime) -> None:
         pass
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:

@@ -104,7 +104,7 @@ def streamed_executor(
         adapted,
         part,
         weights=weights,
-        activations=OffloadedActivations(streamed, weights.waited)
+        activations=OffloadedActivations(streamed, weights.wait_time)
         if offloads
         else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),

@@ -226,7 +226,7 @@ class Executor:
             )
             yield from self._run_actions(actions, StopRequest(stop), is_overdue)
             yield from self._guard_memory(self.agreement.finish_steps())
-            self.agreement.end_window(self.weights.waited)
+            self.agreement.end_window(self.weights.wait_time)
             if not self.agreement.shortage:
                 self.unfinished = unfinished_work(program)
 

@@ -49,7 +49,7 @@ class JobAnswers:
         self.window_seconds = 0.0
         """Seconds spent on answers in the current window."""
 
-    def check(self, job: PreparedJob) -> None:
+    def check_memory(self, job: PreparedJob) -> None:
         """Raise SpecError if even a single answer of a job that is added to the run does not fit into the
         memory that the run has reserved."""
         evaluation, reserved = job.spec.eval, self.cache_bytes
@@ -135,7 +135,7 @@ class JobAnswers:
         prompts = self._jobs[event.job].prompts
         if prompts is None or self._journal.has_base_score(event.job):
             return
-        is_base = self._answers_as_base(event.job, event.step)
+        is_base = self._has_answers_of_base(event.job, event.step)
         for score in (scores if is_base else prompts.scores(rows, BARE_BASE)).values():
             self._journal.record_base_score(event.job, score)
 
@@ -204,7 +204,7 @@ class JobAnswers:
                 key = tokens, prompts.max_new_tokens
                 if key not in self._base_answers and key not in base:
                     base[key] = self._decoder.submit(tokens, sampling)
-            if name in evaluated_trials or not self._answers_as_base(name, event.step):
+            if name in evaluated_trials or not self._has_answers_of_base(name, event.step):
                 generated[name] = [self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens]
         pending = [*base.values(), *(one for own in generated.values() for one in own)]
         while any(one.finish_reason is None for one in pending):
@@ -221,7 +221,7 @@ class JobAnswers:
             )
         return found
 
-    def _answers_as_base(self, name: str, step: int) -> bool:
+    def _has_answers_of_base(self, name: str, step: int) -> bool:
         """Return whether the adapter changes nothing at this step, so that its answers are the base's."""
         return step == 0 and self._jobs[name].spec.adapter.starts_as_base
 

@@ -111,9 +111,9 @@ def open_engine(
     for sentence in (choice.user_note, memory_warning(options, device)):
         if sentence:
             show_note(sentence)
-    if options.staff is not None:
+    if options.worker_control is not None:
         spec = base.spec if isinstance(base, Base) else base
-        return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
+        return _workers_engine(options, options.worker_control, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
     if choice.is_streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"
@@ -193,8 +193,8 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
         source = f"host to {shards * len(reports)} workers; the one that waited longest for it did so"
         seconds = seconds if reports else 0.0
     else:
-        weights = executor.weights.waited
-        copied_bytes, waited = weights.copied_bytes, weights.total()
+        weights = executor.weights.wait_time
+        copied_bytes, waited = weights.copied_bytes, weights.total_seconds()
         source = (
             f"{'files of the base' if choice.reads_weight_files else 'host'}; training waited for the host"
         )

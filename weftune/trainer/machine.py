@@ -20,7 +20,7 @@ from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice, file_device, gpu_device
 from weftune.plan.window.pace import data_sheet_device_speed, data_sheet_link
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
-from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
+from weftune.run.measure.memory import GPU_FRACTION, budget_bytes, bytes_before_base, fixed_budget_bytes
 from weftune.run.profile import device_profile_key
 from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
@@ -28,7 +28,7 @@ from weftune.trainer.options import Options, host_budget
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Speeds that are assumed if nothing may be measured: operations per second and memory bytes per second of a
 GPU without a data sheet, and bytes per second of a disk."""
-WARNED_SHARE = 0.9
+MIN_FREE_FRACTION = 0.9
 """Minimum fraction of the planned memory that must be free. Otherwise a deterministic run prints a
 warning."""
 
@@ -38,7 +38,7 @@ def describe_machine(
 ) -> Machine:
     """Describe this process's device, or the identical devices of all workers. For a deterministic run,
     nothing measured now is used: neither times nor free memory."""
-    is_loaded = isinstance(base, Base) and options.staff is None
+    is_loaded = isinstance(base, Base) and options.worker_control is None
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
     workers, on_gpu = _worker_position(options), device.type == "cuda"
@@ -84,7 +84,7 @@ def launcher_machine(
         device_bytes = fixed_budget_bytes(device)
     elif on_gpu:
         # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
-        device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_SHARE)
+        device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_FRACTION)
     else:
         device_bytes = budget_bytes(device)
     return options.machine(
@@ -107,7 +107,7 @@ def _device_flops(is_required: bool) -> float | None:
 
 
 def _worker_position(options: Options) -> WorkerPosition:
-    return options.staff.connections.position if options.staff else WorkerPosition(0, 1)
+    return options.worker_control.connections.position if options.worker_control else WorkerPosition(0, 1)
 
 
 def workers_per_device(options: Options, device: torch.device) -> int:
@@ -120,7 +120,7 @@ def memory_warning(options: Options, device: torch.device) -> str:
     if not options.deterministic or options.gpu_memory or options.memory:
         return ""
     free, planned = budget_bytes(device), fixed_budget_bytes(device)
-    if free >= WARNED_SHARE * planned:
+    if free >= MIN_FREE_FRACTION * planned:
         return ""
     return (
         f"warning: deterministic: this run is planned for {format_bytes(planned)} whatever is free, and now "

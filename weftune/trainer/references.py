@@ -23,7 +23,7 @@ from weftune.errors import OutputError
 from weftune.run.events import Scored
 from weftune.trainer.job import PreparedJob
 
-COPY = "references"
+COPY_FILE = "references"
 """Name of the file, in the folder of a job's checkpoints, that holds the job's reference
 log-probabilities."""
 PROBED_ROWS = 64
@@ -79,7 +79,7 @@ class References:
         data = job.reference_data
         if data is None or job.data.train.references is not None:
             return job
-        copy, count = checkpoints / COPY, sum(map(len, data.parts))
+        copy, count = checkpoints / COPY_FILE, sum(map(len, data.parts))
         key = self._reference_key(job)
         if (found := read_references(copy, key, count)) is not None:
             return job.with_references(found)

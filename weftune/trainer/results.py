@@ -45,7 +45,7 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 
-PARTIAL = ".adapter.partial"
+PARTIAL_FOLDER = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
 RECORDED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
@@ -251,7 +251,7 @@ def write_result(
     exists, all of them do. Raises OSError if they cannot be written, and then leaves none of them.
     """
     kind = get_kind(job.spec.adapter.kind)
-    draft = folder / PARTIAL
+    draft = folder / PARTIAL_FOLDER
     shutil.rmtree(draft, ignore_errors=True)
     try:
         with disk_errors():

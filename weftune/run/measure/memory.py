@@ -13,8 +13,8 @@ import torch
 
 from weftune.errors import UserError
 
-CPU_SHARE = 0.85
-GPU_SHARE = 0.92
+CPU_FRACTION = 0.85
+GPU_FRACTION = 0.92
 """Fraction of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
 """Maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's allocator."""
@@ -40,16 +40,16 @@ def budget_bytes(device: torch.device) -> int:
     already holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
-    return bytes_before_base(device) + int(psutil.virtual_memory().available * CPU_SHARE)
+        return int(free * GPU_FRACTION)
+    return bytes_before_base(device) + int(psutil.virtual_memory().available * CPU_FRACTION)
 
 
 def fixed_budget_bytes(device: torch.device) -> int:
     """Return the size in bytes of the memory that a run may use if its plan must not depend on how much
     memory is free now."""
     if device.type == "cuda":
-        return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
-    return int(psutil.virtual_memory().total * CPU_SHARE)
+        return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_FRACTION)
+    return int(psutil.virtual_memory().total * CPU_FRACTION)
 
 
 def set_memory_limit(device: torch.device, max_bytes: int | None) -> None:

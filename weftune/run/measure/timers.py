@@ -120,7 +120,7 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Waited:
+class WaitTime:
     """The time that the device waited for data from the host: for streamed stages, and for the optimizer
     state of steps."""
 
@@ -137,7 +137,7 @@ class Waited:
             self._add_wait(*self.marks.pop(0))
         self.marks.append((ready_event, arrived_event))
 
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Return the total seconds waited. Waits until the device has passed all marks."""
         for ready, arrived in self.marks:
             arrived.synchronize()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weftune.base.host.pinned import host_vectors
-from weftune.run.measure.timers import Waited, recorded_event
+from weftune.run.measure.timers import WaitTime, recorded_event
 
 CHUNK_BYTES = 8 << 20
 """Maximum size in bytes of one copy to the host, so that other copies can run in between."""
@@ -28,8 +28,8 @@ class HostCopies:
     on the device at any time follow from the Program, not from how far the host runs ahead.
     """
 
-    def __init__(self, device: torch.device, waited: Waited) -> None:
-        self._device, self._waited = device, waited
+    def __init__(self, device: torch.device, wait_time: WaitTime) -> None:
+        self._device, self._wait_time = device, wait_time
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -54,7 +54,7 @@ class HostCopies:
 
     def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
-        self._waited.copied_bytes += host_TD.nbytes
+        self._wait_time.copied_bytes += host_TD.nbytes
         if not self._on_gpu:
             self._copy_and_time(here_TD, host_TD)
             return here_TD
@@ -79,13 +79,13 @@ class HostCopies:
     def _copy_and_time(self, target_TD: Tensor, source_TD: Tensor) -> None:
         began = time.perf_counter()
         target_TD.copy_(source_TD)
-        self._waited.seconds += time.perf_counter() - began
+        self._wait_time.seconds += time.perf_counter() - began
 
     def _wait_for_copy(self, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             ready = recorded_event()
             torch.cuda.current_stream().wait_event(copied)
-            self._waited.record_wait(ready, copied)
+            self._wait_time.record_wait(ready, copied)
 
 
 class HostStore:
@@ -94,7 +94,7 @@ class HostStore:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = HostCopies(device, Waited())
+        self._copies = HostCopies(device, WaitTime())
         self._host_buffers: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
         self._host_values: dict[tuple[int, int], Tensor] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import Payload
-from weftune.run.measure.timers import Waited
+from weftune.run.measure.timers import WaitTime
 from weftune.run.passes.host_copies import HostCopies
 from weftune.run.passes.rows import StageVisit, renumber_visits
 
@@ -94,12 +94,12 @@ class OffloadedActivations:
     follows at once, so its inputs stay on the device.
     """
 
-    def __init__(self, base: StreamedBase, waited: Waited) -> None:
+    def __init__(self, base: StreamedBase, wait_time: WaitTime) -> None:
         whole, part = base.whole, base.part
         self._kept = KeptActivations(part.own_stages)
         self._offloaded = part.offloaded_stages
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
-        self._copies = HostCopies(self._device, waited)
+        self._copies = HostCopies(self._device, wait_time)
         self._offloaded_visits: set[StageVisit] = set()
         """Passes whose inputs are offloaded, or being offloaded, and have not been fetched back."""
         self._rows: dict[int, slice] = {}

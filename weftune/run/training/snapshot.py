@@ -23,9 +23,9 @@ from weftune.errors import BaseModelError
 from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
-HOST_SHARE = 1 / 8
+HOST_FRACTION = 1 / 8
 """Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, snapshots
-use memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+use memory that plans leave free (`CPU_FRACTION` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -81,7 +81,7 @@ class Snapshots:
         """Create an empty pool of host memory. `device` is the device that trains."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
+        self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_FRACTION))
         self._used_bytes = 0
         self._free_memory: dict[int, list[Tensor]] = {}
         """Maps a number of bytes to unused page-locked memory of that size. The memory is kept because

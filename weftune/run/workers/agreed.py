@@ -28,7 +28,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event, Failed, SaveDue, Scored, Stepped
-from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
+from weftune.run.measure.timers import ActionTimer, DeviceSpan, WaitTime
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.shards import Shards, ShardShortage
@@ -116,8 +116,11 @@ class Agreed:
         sizes = {job: training.layout.size for job, training in self._roster.trainings.items()}
         self._transport.expect(program, self._worker, sizes)
 
-    def end_window(self, waited: Waited) -> None:
-        self.report.copied_bytes, self.report.waited_seconds = waited.copied_bytes, waited.total()
+    def end_window(self, wait_time: WaitTime) -> None:
+        self.report.copied_bytes, self.report.waited_seconds = (
+            wait_time.copied_bytes,
+            wait_time.total_seconds(),
+        )
         machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._action_spans]
         self.report.times = [TimedAction(*one) for one in machine_times]
         if self.shortage or (self._roster.has_open_batch() and not self._program.hands_over):

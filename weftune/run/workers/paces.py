@@ -128,7 +128,7 @@ class Paces:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
-        return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
+        return tuple(stage.pace() for stage in self._stages) if self.has_measurements else self.guessed_stages()
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
         """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
@@ -136,7 +136,7 @@ class Paces:
 
     def predicted_seconds(self, program: Program) -> float | None:
         """Return the simulated time of a window in seconds, or None while nothing has been measured."""
-        return mean(one.makespan for one in self.varied_timelines(program)) if self.measured else None
+        return mean(one.makespan for one in self.varied_timelines(program)) if self.has_measurements else None
 
     def timeline(self, program: Program) -> Timeline:
         """Return the simulated timeline of a window in which every pass takes its predicted time."""
