@@ -125,18 +125,18 @@ class _ChunkAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         memory: LayerKeys,
-        first: int,
+        first_row: int,
         rule: Rule,
         anchor: Tensor,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
     ) -> Tensor:
-        memory.write(first, k_TGD, v_TGD)
-        stop = first + len(k_TGD)
+        memory.write(first_row, k_TGD, v_TGD)
+        stop = first_row + len(k_TGD)
         # The first row of the chunk attends to no earlier key.
         reach = stop if rule.window is None else len(q_THD) + rule.window - 1
-        ctx.memory, ctx.own, ctx.read = memory, slice(first, stop), slice(max(0, stop - reach), stop)
+        ctx.memory, ctx.own, ctx.read = memory, slice(first_row, stop), slice(max(0, stop - reach), stop)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             given = q_THD.detach().requires_grad_(), *memory.read(ctx.read)
             seen_THD = attend_to_earlier(*given, rule)

@@ -193,7 +193,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             raise no_safetensors_error(spec.model)
         if config.is_wrapped or config.quantisation:
             return _load_tensors(spec, config, files, device)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config.text_config,
             revision=spec.revision,
@@ -203,7 +203,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    model, found = loaded
+    model, found = model_and_report
     _refuse_missing_weights(spec, config, found["missing_keys"])
     assert isinstance(model, PreTrainedModel)
     return model

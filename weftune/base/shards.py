@@ -131,19 +131,19 @@ class StoredWeights:
         slices = dict(_parameter_slices(model, shard))
         read_plain = file_reader(model, self._files, self._device, slices)
         assert read_plain is not None, "the files hold the parameters of the whole model"
-        last: dict[str, nn.Parameter] = {}
+        cached_parameters: dict[str, nn.Parameter] = {}
 
         def read(name: str, out: Tensor) -> None:
             path, _, part = name.rpartition(".")
             if path not in self._quantised or part == "bias":
                 read_plain(name, out)
                 return
-            if name not in last:
-                last.clear()
+            if name not in cached_parameters:
+                cached_parameters.clear()
                 whole = self._read_quantised(path)
                 linear = cut_quantised(self._quantised[path], whole, shard.slices[path])
-                last.update({f"{path}.{own}": value for own, value in linear.named_parameters()})
-            out.copy_(last[name])
+                cached_parameters.update({f"{path}.{own}": value for own, value in linear.named_parameters()})
+            out.copy_(cached_parameters[name])
 
         return read
 
@@ -382,11 +382,15 @@ class ShardedEmbedding(nn.Module):
     """An embedding that is divided over the shards by tokens. Its output is a sum over the shards: for each
     token, one shard contributes the embedding and the others contribute zeros."""
 
-    def __init__(self, local: nn.Embedding, shard: VocabularyShard) -> None:
-        """Wrap `local`, the embedding of the base, of which only the shard's rows are left."""
+    def __init__(self, local_embedding: nn.Embedding, shard: VocabularyShard) -> None:
+        """Wrap `local_embedding`, the embedding of the base, of which only the shard's rows are left."""
         super().__init__()
-        self.weight, self.padding_idx, self._shard = local.weight, local.padding_idx, shard
-        if (scale := getattr(local, EMBED_SCALE, None)) is not None:
+        self.weight, self.padding_idx, self._shard = (
+            local_embedding.weight,
+            local_embedding.padding_idx,
+            shard,
+        )
+        if (scale := getattr(local_embedding, EMBED_SCALE, None)) is not None:
             self.register_buffer(EMBED_SCALE, torch.as_tensor(scale), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

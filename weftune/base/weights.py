@@ -159,16 +159,16 @@ def view_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
     """Return a dict from each parameter of `model` to the names of its tensors in the weight files, or None
     if the files lack any parameter."""
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     beside = weights_by_part(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in beside:
             continue
         parts = [_stored_name(files, model, part) for part in _stored_parts(model, name)]
-        found[name] = tuple(part for part in parts if part is not None)
-        if len(found[name]) < len(parts):
+        names[name] = tuple(part for part in parts if part is not None)
+        if len(names[name]) < len(parts):
             return None
-    return found
+    return names
 
 
 def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
@@ -188,13 +188,13 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def quantised_formats(
-    model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
+    model: PreTrainedModel, quantisation: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
     """Return the format of each linear that is to be quantised, by the linear's path. These are all linears
     in layers or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
-    if files is None or not chosen.is_stored:
-        return dict.fromkeys(found, FORMATS[chosen.quantize])
+    if files is None or not quantisation.is_stored:
+        return dict.fromkeys(found, FORMATS[quantisation.quantize])
     names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
     return {
         path: stored_format(name, files.files)
@@ -270,10 +270,10 @@ def has_stored_head(files: WeightFiles) -> bool:
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return a dict from the first name of every parameter to all its names: tied parameters have several."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return {names[0]: names for names in found.values()}
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in names_by_id.values()}
 
 
 def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:

@@ -107,8 +107,8 @@ def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None
     done = subprocess.run([sys.executable, "-m", module, *words], check=False)
     if done.returncode != 0 or not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    numbers: dict[str, Any] = json.loads(file.read_text())
+    return numbers
 
 
 def result_line(part: BenchPart, numbers: Mapping[str, Any]) -> BenchLine:

@@ -160,18 +160,18 @@ def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
     `includes_job_names`, each entry also names its job."""
     from weftune.data.prepare import check_rows
 
-    known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
+    checked_data: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         row_kind = job.objective.row_kind
-        found = next((one[3] for one in known if one[:3] == (job.data, job.eval, row_kind)), None)
+        found = next((one[3] for one in checked_data if one[:3] == (job.data, job.eval, row_kind)), None)
         if found is None:
             found = ()
             try:
                 check_rows(job.data, job.eval, SMALL_BYTES, row_kind)
             except DataError as error:
                 found = error.mistakes
-            known.append((job.data, job.eval, row_kind, found))
+            checked_data.append((job.data, job.eval, row_kind, found))
         mistakes.update(
             dict.fromkeys(one.with_job_name(job.name) if includes_job_names else one for one in found)
         )

@@ -239,8 +239,8 @@ class _JobReader:
     """A reader of the samples of jobs. It reads the token cache or, for data that are not in the cache,
     tokenises the first `rows` rows. Data that several jobs share are read once."""
 
-    def __init__(self, shared: SharedData, rows: int, context: int) -> None:
-        self._shared, self._rows, self._context = shared, rows, context
+    def __init__(self, shared_data: SharedData, rows: int, context: int) -> None:
+        self._shared, self._rows, self._context = shared_data, rows, context
         self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
         self._policies: set[Hashable] = set()
         """Pairs of samples and reference adapter that an earlier job has already scored."""

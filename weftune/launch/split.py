@@ -94,7 +94,7 @@ def train_shares(
     with open_store(trainer.output, options.resume, options.command) as store:
         sweeps = trainer.restore_sweeps(store)
         ready = trainer.prepare_unfinished_jobs(store, shape)
-        ended: list[TeamEnd] = []
+        team_ends: list[TeamEnd] = []
         if ready:
             # Several workers find by themselves which jobs fit beside their part of the base.
             alone = options.workers_per_share == 1
@@ -108,14 +108,14 @@ def train_shares(
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
                 _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
                 teams = _share_teams(run, trainer, shares, devices, memory)
-                ended = _run_shares(trainer, store, jobs, shares, teams)
-                if any(one.code for one in ended):
+                team_ends = _run_shares(trainer, store, jobs, shares, teams)
+                if any(one.code for one in team_ends):
                     break
             sweeps.decide_rungs(store)
             _pause_waiting_trials(trainer, store, sweeps)
         sweeps.finish()
         results = trainer.results(store)
-    codes = {one.code for one in ended}
+    codes = {one.code for one in team_ends}
     have_ended = all(result.state.ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
@@ -132,7 +132,7 @@ def _sweep_rounds(
     its jobs among the devices again, so that all devices have trials.
     """
     prepared = {job.name: job for job in prepared_jobs}
-    before: dict[str, int] | None = None
+    previous_steps: dict[str, int] | None = None
     while True:
         for job in prepared.values():
             sweeps.add_trial(job)
@@ -146,12 +146,12 @@ def _sweep_rounds(
         unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
         steps = {job.name: store.job(job.name).step for job in unfinished}
         jobs = [job for job in unfinished if not sweeps.is_waiting_at_rung(job.name)]
-        if before is not None:
+        if previous_steps is not None:
             jobs = [job for job in jobs if sweeps.is_trial(job.name)]
-        if not jobs or steps == before:
+        if not jobs or steps == previous_steps:
             return
         yield jobs
-        before = steps
+        previous_steps = steps
 
 
 def _show_shares(

@@ -116,7 +116,7 @@ def measure_profile(
     cases = [replace(case, samples=scale * case.samples) for case in CASES if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
-    firsts: list[float] = []
+    first_seconds: list[float] = []
     delay = 0.0
     peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
@@ -128,7 +128,7 @@ def measure_profile(
                 delay = bench.measure_delay(CONCURRENT_CASE, concurrent_work)
         passes += [LayeredPass(depth, *one) for one in bench.passes]
         steps += bench.steps
-        firsts += bench.first_seconds
+        first_seconds += bench.first_seconds
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
         key=device_profile_key(shape, device),
@@ -136,7 +136,7 @@ def measure_profile(
         passes=tuple(passes),
         steps=tuple(steps),
         seconds=time.monotonic() - began,
-        first_seconds=firsts[0] + delay if firsts and device.type == "cpu" else 0.0,
+        first_seconds=first_seconds[0] + delay if first_seconds and device.type == "cpu" else 0.0,
     )
 
 

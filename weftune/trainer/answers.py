@@ -81,21 +81,21 @@ class JobAnswers:
             yield from events
             return
         rounds = _evaluation_rounds(program, asked)
-        delayed: dict[str, Evaluated] = {}
+        delayed_evaluations: dict[str, Evaluated] = {}
         try:
             for event in events:
                 if isinstance(event, Evaluated) and event.job in asked:
-                    delayed[event.job] = event
+                    delayed_evaluations[event.job] = event
                 else:
                     yield event
                 # After an event has been handled, too: that may have ended a job.
-                if delayed and self._is_complete(delayed, rounds):
-                    yield from self._add_answer_metrics(delayed, evaluated_trials)
-                    delayed.clear()
+                if delayed_evaluations and self._is_complete(delayed_evaluations, rounds):
+                    yield from self._add_answer_metrics(delayed_evaluations, evaluated_trials)
+                    delayed_evaluations.clear()
         except OutOfMemory:
-            yield from self._add_answer_metrics(delayed, evaluated_trials)
+            yield from self._add_answer_metrics(delayed_evaluations, evaluated_trials)
             raise
-        yield from self._add_answer_metrics(delayed, evaluated_trials)
+        yield from self._add_answer_metrics(delayed_evaluations, evaluated_trials)
 
     def _is_complete(
         self, evaluations: Mapping[str, Evaluated], rounds: Mapping[Evaluation, frozenset[str]]
@@ -194,32 +194,34 @@ class JobAnswers:
     def _decode_prompts(
         self, evaluations: Mapping[str, Evaluated], evaluated_trials: Collection[str]
     ) -> Mapping[str, list[str] | str]:
-        base: dict[tuple[tuple[int, ...], int], Generation] = {}
-        generated: dict[str, list[Generation]] = {}
+        base_generations: dict[tuple[tuple[int, ...], int], Generation] = {}
+        job_generations: dict[str, list[Generation]] = {}
         for name, event in evaluations.items():
             prompts = self._jobs[name].prompts
             assert prompts is not None
             sampling = Sampling(max_tokens=prompts.max_new_tokens, stop_ids=self._stop_ids)
             for tokens in prompts.tokens:
                 key = tokens, prompts.max_new_tokens
-                if key not in self._base_answers and key not in base:
-                    base[key] = self._decoder.submit(tokens, sampling)
+                if key not in self._base_answers and key not in base_generations:
+                    base_generations[key] = self._decoder.submit(tokens, sampling)
             if name in evaluated_trials or not self._has_answers_of_base(name, event.step):
-                generated[name] = [self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens]
-        pending = [*base.values(), *(one for own in generated.values() for one in own)]
+                job_generations[name] = [
+                    self._decoder.submit(tokens, sampling, name) for tokens in prompts.tokens
+                ]
+        pending = [*base_generations.values(), *(one for own in job_generations.values() for one in own)]
         while any(one.finish_reason is None for one in pending):
             self._decoder.run_pass()
-        self._base_answers |= {key: self._answer_text(one) for key, one in base.items()}
-        found: dict[str, list[str] | str] = {}
+        self._base_answers |= {key: self._answer_text(one) for key, one in base_generations.items()}
+        answers: dict[str, list[str] | str] = {}
         for name in evaluations:
             prompts = self._jobs[name].prompts
             assert prompts is not None
-            found[name] = (
-                [self._answer_text(one) for one in generated[name]]
-                if name in generated
+            answers[name] = (
+                [self._answer_text(one) for one in job_generations[name]]
+                if name in job_generations
                 else [self._base_answers[tokens, prompts.max_new_tokens] for tokens in prompts.tokens]
             )
-        return found
+        return answers
 
     def _has_answers_of_base(self, name: str, step: int) -> bool:
         """Return whether the adapter changes nothing at this step, so that its answers are the base's."""

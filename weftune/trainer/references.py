@@ -56,10 +56,10 @@ class _Unscored:
 
 
 class References:
-    def __init__(self, base: Base, folder: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, base: Base, folder: Path, show_note: Callable[[str], None]) -> None:
         """Create the reference log-probabilities of a run, none of which are known yet. `folder` is the cache
-        of tokenised samples, and `note` is called with sentences for the user."""
-        self._base, self._folder, self._note = base, folder, note
+        of tokenised samples, and `show_note` is called with sentences for the user."""
+        self._base, self._folder, self._note = base, folder, show_note
         self._base_key = ""
         """Hash of the base, computed when a job first needs it."""
         self._unscored: dict[str, _Unscored] = {}
@@ -120,12 +120,12 @@ class References:
     def pending_scores(self) -> dict[str, NDArray[np.int64]]:
         """Return a map from each waiting job to the samples that it scores. If several jobs wait for the same
         log-probabilities, one job scores all samples and the other jobs score none."""
-        found: dict[str, NDArray[np.int64]] = {}
+        samples: dict[str, NDArray[np.int64]] = {}
         for one in self._unscored.values():
             first, *others = one.copies
-            found[first] = np.flatnonzero(np.isnan(one.logprobs))
-            found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
-        return found
+            samples[first] = np.flatnonzero(np.isnan(one.logprobs))
+            samples |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
+        return samples
 
     def record(self, scores: Scored) -> None:
         for one in self._unscored.values():
@@ -135,13 +135,13 @@ class References:
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
         longer wait."""
-        found: dict[str, NDArray[np.float64]] = {}
+        logprobs: dict[str, NDArray[np.float64]] = {}
         for policy, one in list(self._unscored.items()):
             self._write_files(one)
             if one.is_complete():
-                found |= dict.fromkeys(one.copies, one.logprobs)
+                logprobs |= dict.fromkeys(one.copies, one.logprobs)
                 del self._unscored[policy]
-        return found
+        return logprobs
 
     def _write_files(self, unscored_samples: _Unscored) -> None:
         """Write reference log-probabilities to their files. Errors are not raised, since training continues

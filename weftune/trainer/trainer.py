@@ -508,23 +508,23 @@ class Trainer:
     @phase(Phase.TOKENISING)
     def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
         """Prepare all jobs for training. Raise one error that lists everything that is wrong with them."""
-        ready: list[PreparedJob] = []
+        prepared_jobs: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:
-            return ready
+            return prepared_jobs
         # Not kept: the jobs hold their data themselves, as long as they need them.
         shared = self._shared_data(shape)
         order = {name: number for number, name in enumerate(self.jobs)}
         for job in jobs:
             try:
-                ready.append(self._prepare_job(job, order[job.name], shape, store, shared))
+                prepared_jobs.append(self._prepare_job(job, order[job.name], shape, store, shared))
             except OutputError:
                 raise
             except UserError as error:
                 mistakes += error.mistakes
         if mistakes:
             raise SpecError(dict.fromkeys(mistakes))
-        return ready
+        return prepared_jobs
 
     def _shared_data(self, shape: ModelShape) -> SharedData:
         if self._encoder is None:

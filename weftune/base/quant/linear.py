@@ -164,8 +164,12 @@ def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat])
         model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
 
 
-def _empty_linear(plain: nn.Module, weight_format: WeightFormat, dtype: torch.dtype) -> QuantLinear:
-    weight, bias, turned = cast(Tensor, plain.weight), plain.bias is not None, isinstance(plain, Conv1D)
+def _empty_linear(plain_linear: nn.Module, weight_format: WeightFormat, dtype: torch.dtype) -> QuantLinear:
+    weight, bias, turned = (
+        cast(Tensor, plain_linear.weight),
+        plain_linear.bias is not None,
+        isinstance(plain_linear, Conv1D),
+    )
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
     return QuantLinear((outputs, inputs), weight_format, bias, dtype, weight.device, turned)
 

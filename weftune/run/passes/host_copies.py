@@ -81,11 +81,11 @@ class HostCopies:
         target_TD.copy_(source_TD)
         self._wait_time.seconds += time.perf_counter() - began
 
-    def _wait_for_copy(self, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
+    def _wait_for_copy(self, copied_event: torch.cuda.Event | None) -> None:
+        if copied_event is not None:
             ready = recorded_event()
-            torch.cuda.current_stream().wait_event(copied)
-            self._wait_time.record_wait(ready, copied)
+            torch.cuda.current_stream().wait_event(copied_event)
+            self._wait_time.record_wait(ready, copied_event)
 
 
 class HostStore:

@@ -186,8 +186,8 @@ class Scorer:
         counts = torch.tensor([supervised(segment) for segment in segments], dtype=logprobs_S.dtype)
         losses_J = -range_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
         correct_J = range_counts(correct_S, lengths)
-        none: list[Tensor | None] = [None] * len(segments)
-        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
+        no_metrics: list[Tensor | None] = [None] * len(segments)
+        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), no_metrics)
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[EvaluationSums]:

@@ -208,13 +208,13 @@ class HostSteps:
         waited for them."""
         return [pair for pair in pairs if pair in self._start_events]
 
-    def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
+    def start(self, pairs: Iterable[JobStage], writable_events: Events = ()) -> None:
         """Start the updates of the pairs (job, stage) concurrently with other work of the device. New weights
-        are copied to the host, and also to the device's memory for them once the events in `writable` are
-        done. Work that reads the weights must first call `wait_for_updates`."""
-        if writable:
+        are copied to the host, and also to the device's memory for them once the events in `writable_events`
+        are done. Work that reads the weights must first call `wait_for_updates`."""
+        if writable_events:
             with self.ring.updating():
-                _wait_for_events(writable)
+                _wait_for_events(writable_events)
         for buffered_pieces in self._assign_buffers(pairs):
             if accepted := [
                 one for one in buffered_pieces if not one.part.run.is_refused(one.part.job_index)

@@ -104,13 +104,20 @@ def drop_partial(folder: Path) -> None:
 
 
 def write_state(
-    partial: Path, progress: Progress, seed: int, contents: Mapping[str, Any], sums: Mapping[str, str]
+    partial_folder: Path,
+    progress: Progress,
+    seed: int,
+    contents: Mapping[str, Any],
+    checksums: Mapping[str, str],
 ) -> None:
-    """Write the state file and the checksum file. `sums` maps names of tensor files to their SHA-256."""
+    """Write the state file and the checksum file. `checksums` maps names of tensor files to their SHA-256."""
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
-    write_synced(partial / STATE, content)
-    write_synced(partial / SUMS, checksum_file_content({**sums, STATE: hashlib.sha256(content).hexdigest()}))
+    write_synced(partial_folder / STATE, content)
+    write_synced(
+        partial_folder / SUMS,
+        checksum_file_content({**checksums, STATE: hashlib.sha256(content).hexdigest()}),
+    )
 
 
 def publish_checkpoint(partial_path: Path, final_path: Path) -> None:

@@ -102,7 +102,7 @@ class StepRun:
         assert self._values_JV is not None, "the results of these steps are not being read"
         if self._copied_event is not None:
             self._copied_event.synchronize()
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         rows = zip(
             self.requests, self.updates, self.tokens, self.reasons, self._values_JV.tolist(), strict=True
         )
@@ -113,8 +113,8 @@ class StepRun:
                 or failure
                 or (None if finite else _not_finite_reason(one))
             )
-            found.append(reason or _finish_step(request, sums, one.learning_rate, tokens))
-        return found
+            outcomes.append(reason or _finish_step(request, sums, one.learning_rate, tokens))
+        return outcomes
 
 
 class StepsUnderway:
@@ -261,7 +261,7 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
     )
 
 
-def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int) -> StepOutcome:
+def _finish_step(request: StepRequest, sums: BatchSums, learning_rate: float, tokens: int) -> StepOutcome:
     """Record a finished step in the job's progress, add its master weights to the mean if one is kept, and
     return the outcome."""
     progress = request.training.progress
@@ -271,7 +271,7 @@ def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int
     return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,
-        learning_rate=rate,
+        learning_rate=learning_rate,
         token_accuracy=request.token_accuracy(sums.correct),
         tokens=tokens,
         metrics=_named_metrics(request, sums),

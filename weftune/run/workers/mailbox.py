@@ -228,17 +228,17 @@ class Outbox:
                     number += 1
                     self._queue.task_done()
 
-    def _send(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+    def _send(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
         """Send a tensor in host memory, and return when the peer has received it."""
-        if ready is not None:
-            ready.synchronize()
+        if ready_event is not None:
+            ready_event.synchronize()
         dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
 
-    def _start(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+    def _start(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
         """Announce a tensor on the device, and start its transfer as soon as the receiver is ready for it."""
         dist.send(_announcement(), self._lane.peer, group=self._lane.announcement_group)
-        if ready is not None:
-            ready.wait()
+        if ready_event is not None:
+            ready_event.wait()
         while self._started_transfers and self._started_transfers[0][1].is_completed():
             self._started_transfers.popleft()
         self._started_transfers.append((tensor, dist.isend(tensor, self._lane.peer, group=self._lane.group)))

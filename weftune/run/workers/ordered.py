@@ -242,16 +242,16 @@ class OrderedGroup(dist.ProcessGroup):
         return work
 
     def _serve(self) -> None:
-        failed: Exception | None = None
+        first_error: Exception | None = None
         while True:
             work = self._queue.get()
             try:
-                if failed is None:
+                if first_error is None:
                     self._await_match(work.operation)
                     work.run().wait()
             except Exception as error:
-                failed = error
-            work.error = failed
+                first_error = error
+            work.error = first_error
             work.done.set()
 
     def _await_match(self, operation: Operation) -> None:

@@ -50,8 +50,8 @@ class _Measurements:
     samples: deque[MeasuredPass] = field(default_factory=_new_measurements)
     chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
 
-    def add(self, plan: MicrobatchPlan, measured: MeasuredPass) -> None:
-        (self.samples if plan.chunk is None else self.chunks).append(measured)
+    def add(self, plan: MicrobatchPlan, measurement: MeasuredPass) -> None:
+        (self.samples if plan.chunk is None else self.chunks).append(measurement)
 
     def all_passes(self) -> list[MeasuredPass]:
         return [*self.samples, *self.chunks]
@@ -128,7 +128,9 @@ class Paces:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
-        return tuple(stage.pace() for stage in self._stages) if self.has_measurements else self.guessed_stages()
+        return (
+            tuple(stage.pace() for stage in self._stages) if self.has_measurements else self.guessed_stages()
+        )
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
         """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
