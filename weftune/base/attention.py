@@ -76,7 +76,8 @@ class Prefixes:
     """Prefix keys and values of the samples of a pack. All samples of one job have equally many."""
 
     runs: tuple[SampleRun, ...]
-    """Runs that cover all samples of the pack, in order."""
+    """Groups of consecutive samples that together cover the pack, in order. A group has the samples of one
+    job with prefix keys, or samples without any."""
     read_keys: ReadKeys
 
 

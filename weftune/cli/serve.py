@@ -160,7 +160,7 @@ def read_envelope(text: str) -> Envelope:
 
 
 def read_quotas(texts: Sequence[str]) -> Quotas:
-    """Return the quotas. Each text `KEY=VALUE` changes one quota; the value `none` disables it."""
+    """Return the quotas. Each string `KEY=VALUE` changes one quota; the value `none` disables it."""
     from weftune.jobs.spec.keys import nearest_word
     from weftune.service.settings import Quotas
 

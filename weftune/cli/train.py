@@ -272,7 +272,8 @@ def _train_in_process(
 
 
 def _job_count_text(run: RunSpec) -> str:
-    """Return text such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes later."""
+    """Return a phrase such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes
+    later."""
     from weftune.jobs.sweeps.halving import trial_count
     from weftune.report.words import count_noun
 
@@ -283,8 +284,8 @@ def _job_count_text(run: RunSpec) -> str:
 
 
 def _shares_text(shares: int, options: Options) -> str:
-    """Return text that says how the jobs are divided, such as `, shared by 2 devices` or, if every share of
-    the jobs has several workers, `, in 2 shares of 2 stages`."""
+    """Return a phrase that says how the jobs are divided, such as `, shared by 2 devices` or, if every share
+    of the jobs has several workers, `, in 2 shares of 2 stages`."""
     workers = options.workers_per_share
     if workers == 1:
         return f", shared by {shares} devices"
@@ -295,8 +296,8 @@ def _shares_text(shares: int, options: Options) -> str:
 
 
 def _workers_text(worker: WorkerPosition) -> str:
-    """Return text such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages of 4
-    shards`. Workers with several stages each are called `2 workers`."""
+    """Return a phrase such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages
+    of 4 shards`. Workers with several stages each are called `2 workers`."""
     stages = f"{worker.stages} {'workers' if worker.is_ring else 'stages'}"
     named = {
         f"{worker.replicas} replicas": worker.replicas,

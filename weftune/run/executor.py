@@ -113,8 +113,8 @@ class Executor:
         self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
-        """Function that is called after every pass of a window, when no microbatch is bound to the base. A
-        decoder generates tokens there. None if there is no decoder."""
+        """Function that is called after every pass of a window, when no microbatch is bound to the base, so
+        that a decoder can generate tokens. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 

@@ -100,8 +100,8 @@ def launcher_machine(
 
 
 def _device_flops(is_required: bool) -> float | None:
-    """Return the peak FLOP/s of this machine's GPUs according to their data sheet. None if it is unknown, or
-    unless `is_required`."""
+    """Return the peak FLOP/s of this machine's GPUs according to their data sheet. None if the value is
+    unknown or not required."""
     speed = data_sheet_device_speed(on_gpu=True) if is_required else None
     return None if speed is None else speed.flops
 

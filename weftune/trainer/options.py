@@ -100,7 +100,7 @@ class Options:
 
     @property
     def workers_per_share(self) -> int:
-        """Number of processes that hold one base together, or its replicas."""
+        """Number of processes that train one share of the jobs: stages times replicas times shards."""
         return (self.pipeline or 1) * self.replicas * (self.shards or 1)
 
     def machine(

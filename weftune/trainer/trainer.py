@@ -1,4 +1,4 @@
-"""Runs in Python: a `Trainer`, to which jobs are added."""
+"""The `Trainer`, with which Python code adds jobs and trains them together in a run."""
 
 from __future__ import annotations
 
@@ -554,7 +554,8 @@ class Trainer:
         return apply_changes(job, self.options.changes) if job.name in self.options.retry else job
 
     def prepare_output(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Prepare the output so that the run can be resumed if it is killed at any later moment."""
+        """Record the jobs, retries and restarts of the run in the output folder, so that the run can be
+        resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
         for job in prepared_jobs:

@@ -99,8 +99,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def visible_gpus(device: str | None) -> int:
-    """Return the number of GPUs that a run may use with this value of `--device`: all that torch finds if it
-    names none of them, 1 if it names a single GPU, and 0 for a CPU."""
+    """Return the number of GPUs that a run may use with this value of `--device`: all GPUs for None or
+    `cuda`, 1 for a single GPU such as `cuda:1`, and 0 for `cpu`."""
     if device not in (None, "cuda"):
         return int(str(device).startswith("cuda"))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

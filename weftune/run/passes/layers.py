@@ -79,8 +79,8 @@ class Layers:
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
         self.can_capture = served and not self.has_experts and (team is None or team.is_capturable)
-        """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
-        them."""
+        """Whether passes can be captured as CUDA graphs. This requires that the host never waits for the
+        device in them."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:

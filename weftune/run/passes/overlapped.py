@@ -47,7 +47,8 @@ class _Graph:
     ends: tuple[GradientEdge, ...]
 
     def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of the leaves, given those of the ends. The graph is released."""
+        """Run the backward of the graph, which is then released. `gradients` are the gradients of the ends.
+        Return those of the leaves."""
         torch.autograd.backward(self.ends, gradients)
         found = []
         for leaf in self.leaves:

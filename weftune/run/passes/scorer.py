@@ -94,7 +94,7 @@ class Scorer:
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._log_ratios: dict[tuple[str, str, int], list[float]] = {}
         """Maps (job, purpose, step) to a list for the mismatched samples that are scored after this step: the
-        log-probability of each, less that of the reference policy."""
+        log-probability of each sample minus its log-probability under the reference policy."""
 
     def attach_head(self, banks: Banks, job: str) -> None:
         """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""

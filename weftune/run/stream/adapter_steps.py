@@ -75,7 +75,8 @@ class Piece:
 
 
 def split_part(part: StagePart, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a part of a flat vector. `size` is the number of parameters of the whole vector."""
+    """Divide a part of an adapter's flat vector into pieces that are updated one after another, and yield
+    them. `size` is the number of parameters of the whole vector."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         kept_range = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -100,7 +101,8 @@ class _PendingPart:
 
 @dataclass(frozen=True, slots=True)
 class _BufferedPiece:
-    """A piece and its offset in a buffer on the device."""
+    """A piece (consecutive parameters of one job and stage), and its offset in a device buffer with pieces of
+    several jobs."""
 
     pair: JobStage
     part: _PendingPart
@@ -196,16 +198,16 @@ class HostSteps:
         return (job, stage) in self._pending_parts
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose Steps (optimizer steps) have pieces that have not been
-        started."""
+        """Return the pairs (job, stage) among `pairs` whose optimizer steps (Steps) have pieces that have not
+        been started."""
         return [pair for pair in pairs if pair in self._pending_parts]
 
     def all_pending_pairs(self) -> list[JobStage]:
         return sorted(self._pending_parts, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose updates have been started, unless a pass has already
-        waited for them."""
+        """Return the pairs (job, stage) among `pairs` whose updates have been started, unless a pass has
+        already waited for them."""
         return [pair for pair in pairs if pair in self._start_events]
 
     def start(self, pairs: Iterable[JobStage], writable_events: Events = ()) -> None:
@@ -389,7 +391,8 @@ class PieceLanes:
 
 
 class PieceRing:
-    """Buffers in rotation: while one is updated, another is filled, and a third is copied back."""
+    """Device buffers for pieces of optimizer steps, used in rotation: while one is updated, another is
+    filled, and a third is copied back to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Buffer] = []

@@ -112,7 +112,8 @@ class DirectInbox:
         self._posted_receives: deque[Tensor] = deque()
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._started_transfers: queue.Queue[Any] = queue.Queue()
-        """Handles of the receives that have started, or a PeerLost."""
+        """Handles of the receives that have started. A PeerLost takes the place of a handle if the peer is
+        gone."""
         self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
         self._thread.start()
 

@@ -70,7 +70,7 @@ class WaitWatch:
     @contextmanager
     def record_wait(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
         """Return a context in which this worker counts as waiting for `peers`. After an OrderError it still
-        does, so that the other workers of the deadlock find it, too."""
+        counts as waiting, so that the other workers of the deadlock find the deadlock, too."""
         wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
         self._store.set(_key(self._worker), json.dumps(asdict(wait)))
         try:

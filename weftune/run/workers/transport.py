@@ -76,7 +76,7 @@ class Transport:
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a worker's list of actions ahead. `sizes` maps each job to the number of
+        """Post in advance the receives of a worker's list of actions. `sizes` maps each job to the number of
         parameters of its slice."""
         actions = program.devices[worker]
         self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
@@ -211,7 +211,8 @@ class Exchange:
         self._own_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
-        """Post the receives of a Program ahead. `size` returns the number of values in a message of a job."""
+        """Post in advance the receives of a Program. `size` returns the number of values in a message of a
+        job."""
         for other in self._others:
             other.expect(program, size)
 
