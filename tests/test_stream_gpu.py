@@ -103,7 +103,7 @@ def resident():
 def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
     executor = streamed_executor(streamed)
-    assert executor.fused
+    assert executor.is_fused
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name

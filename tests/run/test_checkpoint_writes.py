@@ -130,8 +130,11 @@ def test_damaged_checkpoints_are_named_and_taken_out_of_the_count(tmp_path, two,
     checkpoint.save(tmp_path, newest)
     (tmp_path / "step-00000005" / "state.json").write_text("{")
     found = checkpoint.survey(tmp_path)
-    assert (found.progress, [path.name for path in found.damaged]) == (before.progress, ["step-00000005"])
-    checkpoint.rename_damaged(found.damaged)
+    assert (found.progress, [path.name for path in found.damaged_paths]) == (
+        before.progress,
+        ["step-00000005"],
+    )
+    checkpoint.rename_damaged(found.damaged_paths)
     advance(before, 1)
     checkpoint.save(tmp_path, before)
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -65,7 +65,7 @@ def windows(connections, folder, on_event):
         for job in jobs:
             pipeline.finish_saves(job.name)
         newest = [checkpoint.newest_progress(folder / job.name).step for job in jobs]
-        seen.append((newest, pipeline.unsaved()))
+        seen.append((newest, pipeline.take_unsaved()))
     control.end_workers()
     return seen
 

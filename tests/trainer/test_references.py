@@ -39,7 +39,7 @@ def start(base, tmp_path):
 def score(references, name, count=None):
     """Score the first `count` samples that the job still needs: sample n gets -n - 1."""
     chosen = references.pending_scores()[name][:count].tolist()
-    references.record(Scored(name, 0, tuple(chosen), tuple(-index - 1.0 for index in chosen)))
+    references.record_scores(Scored(name, 0, tuple(chosen), tuple(-index - 1.0 for index in chosen)))
 
 
 def numbers_of(job):

@@ -231,9 +231,7 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
         del model.config.quantization_config
     model.config.save_pretrained(folder)
     # `named_parameters` yields a tied weight once, under the name that loading expects.
-    weights = {
-        name: to_narrowest_dtype(weight.detach()).contiguous() for name, weight in model.named_parameters()
-    }
+    weights = {name: narrow_weight(weight.detach()).contiguous() for name, weight in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -253,7 +251,7 @@ def restore_tokenizer_rule(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
         )
 
 
-def to_narrowest_dtype(weight: Tensor) -> Tensor:
+def narrow_weight(weight: Tensor) -> Tensor:
     """Return the weight in the narrowest dtype that represents it exactly. Dequantised blocks (scale ·
     integer + minimum) need float32; weights that were stored with 16 bits get 16 bits again."""
     for dtype in (torch.bfloat16, torch.float16):

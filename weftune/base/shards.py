@@ -227,7 +227,7 @@ def shard_base(
 ) -> Base:
     """Return a base for a model that has been cut to `shard`, after making its layers sum their outputs over
     the shards. `kept_layers` is the range from the first layer of the model to the last one."""
-    layers = _layers(model)
+    layers = _local_layers(model)
     for layer in layers:
         _sum_over_shards(layer, DECODERS[model.config.model_type], shard.team.sum_over_shards)
     _divide_embedding(model, shard.vocabulary)
@@ -273,7 +273,7 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
             yield from ((f"{path}.{name}", rows) for name in ("weight", "bias"))
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _local_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of `model` that are on this worker."""
     layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
@@ -285,7 +285,7 @@ def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, 
     structure, sizes = DECODERS[model.config.model_type], _read_sizes(model.config)
     parts = _site_slices(structure, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
-    for layer in _layers(model):
+    for layer in _local_layers(model):
         for name, part in parts.items():
             linear = cast(nn.Linear, layer.get_submodule(name))
             path, bias = paths[id(linear)], linear.bias

@@ -68,7 +68,7 @@ def bench(
             )
     lines, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for number, part in enumerate(parts(shape, quick, model)):
+        for number, part in enumerate(benchmark_parts(shape, quick, model)):
             found = run_part(part, Path(folder) / f"{number}.json", toy)
             if found is None:
                 failed.append(part.title)
@@ -79,7 +79,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
+def benchmark_parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
     base = ("--shape", shape.value)
     first = BenchPart("8 jobs, 1×1024 tokens each", "gpu_step", (*base, "--batch", "1x1024"))
     if quick:

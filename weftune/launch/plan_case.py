@@ -241,8 +241,8 @@ class _JobReader:
 
     def __init__(self, shared_data: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared_data, rows, context
-        self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
-        self._policies: set[Hashable] = set()
+        self._read_data: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
+        self._scored_pairs: set[Hashable] = set()
         """Pairs of samples and reference adapter that an earlier job has already scored."""
 
     def read_job(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
@@ -250,9 +250,9 @@ class _JobReader:
         only, and the number of all rows divided by the number of rows read, or None if it is unknown."""
         data, row_kind = truncate_data(job, self._context), job.objective.row_kind
         key = data_identity(data, job.eval, row_kind)
-        if key not in self._known:
-            self._known[key] = self._prepare_data(data, job.eval, row_kind)
-        samples, sampled, scale = self._known[key]
+        if key not in self._read_data:
+            self._read_data[key] = self._prepare_data(data, job.eval, row_kind)
+        samples, sampled, scale = self._read_data[key]
         return adapt_to_objective(job, samples, self._context), sampled, scale
 
     def count_scored_samples(self, job: JobSpec, data: Prepared) -> int:
@@ -260,8 +260,8 @@ class _JobReader:
         samples and the same reference policy, only the first one scores them; the others get 0."""
         adapter = None if job.adapter.init_from is None else job.adapter
         policy = (*(part.fingerprint for part in data.parts), repr(adapter))
-        is_first = policy not in self._policies
-        self._policies.add(policy)
+        is_first = policy not in self._scored_pairs
+        self._scored_pairs.add(policy)
         return sum(map(len, data.parts)) if is_first else 0
 
     def _prepare_data(

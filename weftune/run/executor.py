@@ -95,7 +95,7 @@ class Executor:
         self.attached, self.failed_jobs = self._roster.trainings, self._roster.failed_jobs
         self.home = adapters.home
         """Device that keeps the training state of attached jobs."""
-        self.fused = adapted.fused
+        self.is_fused = adapted.is_fused
         """Whether the base's layers run as fused ops."""
         self._last_stage = len(part.stages) - 1
         """Index of the model's last stage, which another worker may hold."""
@@ -147,10 +147,10 @@ class Executor:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> None:
-        self.attached[job].record_evaluation(loss, keep_best, min_delta, counts, score)
+        self.attached[job].record_evaluation(loss, keep_best, min_delta, is_requested, score)
 
     def use_mean_weights(self, job: str) -> None:
         """Make passes read the mean of the job's weights after its last steps, which a sweep evaluates.
@@ -183,9 +183,9 @@ class Executor:
         """Save a checkpoint between windows. In a run of one process, this is equivalent to `save`."""
         self.save(job, folder)
 
-    def unsaved(self) -> list[Unsaved]:
+    def take_unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
-        return self.writer.unsaved()
+        return self.writer.take_unsaved()
 
     def finish_saves(self, job: str) -> None:
         """Wait until the job's checkpoints are written or have failed."""
@@ -263,7 +263,7 @@ class Executor:
                     return
                 late = request.is_overdue() or is_overdue()
                 if late and isinstance(action, Compute | HalfPass) and not self.agreement.shortage:
-                    yield from self._drop_unfinished()
+                    yield from self._drop_unfinished_passes()
                     if self.agreement.end_early():
                         return
                 self._timer.start()
@@ -285,7 +285,7 @@ class Executor:
             shortage = str(error) or "out of memory"
         if shortage:
             # Outside the handler, where no traceback holds the tensors of the failed pass any longer.
-            yield from self._drop_unfinished()
+            yield from self._drop_unfinished_passes()
             self.agreement.report_shortage(shortage)
 
     def _is_busy(self) -> bool:
@@ -307,7 +307,7 @@ class Executor:
                 self._release_sample_keys(passed.plan)
         yield from self.agreement.report_action(action, span, passed)
 
-    def _drop_unfinished(self) -> Iterator[Event]:
+    def _drop_unfinished_passes(self) -> Iterator[Event]:
         """Drop all unfinished passes. Optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
@@ -347,7 +347,7 @@ class Executor:
                 self._backward(StageVisit(number, stage))
             case Evaluate() | Score():
                 yield from self.agreement.handle_arrival(action.stage)
-                yield from self._pass_only_forward(action)
+                yield from self._run_forward_only(action)
             case Reduce(job, step, "scores"):
                 self.agreement.send_scores(job, step, self.scorer.kl_sums(job, step))
             case Reduce(job, step, "kl"):
@@ -390,11 +390,11 @@ class Executor:
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._prepare_stage(visit.stage, plan, before_backward=False)
         if in_flight is not None:
-            self._pass_forward(in_flight, visit)
+            self._run_forward_pass(in_flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _pass_forward(self, in_flight: InFlight, visit: StageVisit) -> None:
+    def _run_forward_pass(self, in_flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
         if self.overlapped.is_open(visit):
             h_TD = self.overlapped.end_forward(visit)
@@ -433,9 +433,9 @@ class Executor:
         if stage == own[-1]:
             self._collect_losses(in_flight)
         if stage == own[0]:
-            self._prepare_next(number)
+            self._prepare_next_microbatch(number)
 
-    def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
+    def _run_forward_only(self, action: ForwardOnly) -> Iterator[Event]:
         """Run a pass without a backward, for evaluation or scoring, of a microbatch over a stage, and yield
         its events."""
         visit = StageVisit(action.microbatch, action.stage)
@@ -483,7 +483,7 @@ class Executor:
             self.scorer.set_kl_sums(job, step, sums)
         elif not self.agreement.shortage:
             # The loss of this replica's samples is not known either, and no Step may be made with another.
-            yield from self._drop_unfinished()
+            yield from self._drop_unfinished_passes()
             self.agreement.report_shortage(f"another replica could not score the samples of {job}")
 
     def _prepare_stage(self, stage: int, plan: MicrobatchPlan, before_backward: bool) -> None:
@@ -549,7 +549,7 @@ class Executor:
         base = self.base
         return to_device_microbatch(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
-    def _prepare_next(self, number: int) -> None:
+    def _prepare_next_microbatch(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
         wait."""
         self._next_microbatch = None

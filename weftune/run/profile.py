@@ -268,7 +268,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
-        round_ = [_batch(case, name, previous_steps + number + 1) for name in names]
+        round_ = [_global_batch(case, name, previous_steps + number + 1) for name in names]
         segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
         microbatches.append(MicrobatchPlan(segments, padded_rows=case.tokens))
         if case.training:
@@ -279,7 +279,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
     return Program(case.tokens, tuple(microbatches), tuple(batches), (tuple(actions),))
 
 
-def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
+def _global_batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
     supervised = max(1, int(case.supervised_fraction * (case.length - 1)))
     samples = tuple(
         PlacedSample(number, case.length, number * case.length, supervised) for number in range(case.samples)

@@ -43,7 +43,7 @@ class TimelineWatcher:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
-        self._predicted: DrawnTimeline | None = None
+        self._predicted_timeline: DrawnTimeline | None = None
         self._timelines: Timelines | None = None
         """Timelines of the last training window that began with measured speeds; None before the first."""
 
@@ -51,14 +51,14 @@ class TimelineWatcher:
         # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
         known = program.batches and paces.has_measurements
-        self._predicted = prepare_timeline(paces.timeline(program), program) if known else None
+        self._predicted_timeline = prepare_timeline(paces.timeline(program), program) if known else None
 
     def end(self, program: Program) -> None:
         reports = self._driver.reports
         self._trace.add(program, reports)
-        if self._predicted is not None and not any(report.shortage for report in reports):
+        if self._predicted_timeline is not None and not any(report.shortage for report in reports):
             self._timelines = Timelines(
-                foreseen=self._predicted, measured=prepare_timeline(make_timeline(reports), program)
+                foreseen=self._predicted_timeline, measured=prepare_timeline(make_timeline(reports), program)
             )
 
     def close(self, output: Path) -> None:

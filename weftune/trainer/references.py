@@ -62,7 +62,7 @@ class References:
         self._base, self._folder, self._note = base, folder, show_note
         self._base_key = ""
         """Hash of the base, computed when a job first needs it."""
-        self._unscored: dict[str, _Unscored] = {}
+        self._unscored_samples: dict[str, _Unscored] = {}
         """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
         Jobs with the same hash share them."""
 
@@ -89,12 +89,12 @@ class References:
         is_known = start_folder is not None or not from_adapter
         policy = _policy_key(job, key, start_folder) if is_known else job.name
         shared = self._folder / f"references-{policy}" if is_known else None
-        if policy not in self._unscored:
+        if policy not in self._unscored_samples:
             logprobs = None if shared is None else read_references(shared, key, count)
-            self._unscored[policy] = _Unscored(
+            self._unscored_samples[policy] = _Unscored(
                 key, np.full(count, np.nan) if logprobs is None else logprobs, shared
             )
-        waiting = self._unscored[policy]
+        waiting = self._unscored_samples[policy]
         waiting.copies[job.name] = copy
         if not waiting.is_complete():
             return job
@@ -112,23 +112,23 @@ class References:
     def remove_job(self, job: str) -> None:
         """Remove a job that is detached. Log-probabilities that no other job waits for then remain on disk
         only."""
-        for policy, one in list(self._unscored.items()):
+        for policy, one in list(self._unscored_samples.items()):
             one.copies.pop(job, None)
             if not one.copies:
-                del self._unscored[policy]
+                del self._unscored_samples[policy]
 
     def pending_scores(self) -> dict[str, NDArray[np.int64]]:
         """Return a map from each waiting job to the samples that it scores. If several jobs wait for the same
         log-probabilities, one job scores all samples and the other jobs score none."""
         samples: dict[str, NDArray[np.int64]] = {}
-        for one in self._unscored.values():
+        for one in self._unscored_samples.values():
             first, *others = one.copies
             samples[first] = np.flatnonzero(np.isnan(one.logprobs))
             samples |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
         return samples
 
-    def record(self, scores: Scored) -> None:
-        for one in self._unscored.values():
+    def record_scores(self, scores: Scored) -> None:
+        for one in self._unscored_samples.values():
             if scores.job in one.copies:
                 one.logprobs[list(scores.samples)] = scores.logprobs
 
@@ -136,11 +136,11 @@ class References:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
         longer wait."""
         logprobs: dict[str, NDArray[np.float64]] = {}
-        for policy, one in list(self._unscored.items()):
+        for policy, one in list(self._unscored_samples.items()):
             self._write_files(one)
             if one.is_complete():
                 logprobs |= dict.fromkeys(one.copies, one.logprobs)
-                del self._unscored[policy]
+                del self._unscored_samples[policy]
         return logprobs
 
     def _write_files(self, unscored_samples: _Unscored) -> None:

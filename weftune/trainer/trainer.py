@@ -317,7 +317,7 @@ class Trainer:
                 )
                 stack.callback(loggers.close)
                 self.loop = self._create_loop(engine, store, Journal(store, self.view, loggers.log))
-                self.loop.sweeps, self.loop.add = sweeps, self.add
+                self.loop.sweeps, self.loop.add_proposed_job = sweeps, self.add
                 inbox = FolderInbox(store.records, self._prepare_added_jobs, self._note_recorder(store))
                 self.loop.inbox = inbox
                 stack.callback(inbox.close)
@@ -477,14 +477,14 @@ class Trainer:
         found = checkpoint.survey(folder)
         has_begun = name in store and store.job(name).step > 0
         if found.progress is not None:
-            if found.damaged:
-                names = ", ".join(path.name for path in found.damaged)
+            if found.damaged_paths:
+                names = ", ".join(path.name for path in found.damaged_paths)
                 self._note_recorder(store)(
                     f"{name}: damaged checkpoints are left aside ({names}); it resumes from step "
                     f"{found.progress.step}."
                 )
             return False
-        if not found.damaged and not (has_begun and not folder.exists()):
+        if not found.damaged_paths and not (has_begun and not folder.exists()):
             return False
         store.pause_job(name, lost_checkpoint_reason(store, name, found))
         self.view.update(JobRecord(name=name, state=State.PAUSED, reason=store.job(name).reason))

@@ -61,7 +61,7 @@ class AdaptedBase:
                 self.layers.fuse(self.banks)
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether the base's layers run as fused ops."""
         return self.layers is not None and bool(self.layers.modules)
 

@@ -133,7 +133,7 @@ class _LayerPass:
         self._input: Fetch | None = None
         self._attention: _KeptAttention | None = None
         self._front_graphs: list[_FrontGraph] = []
-        self._rests: list[_RestGraph] = []
+        self._kept_rest_graphs: list[_RestGraph] = []
 
     def output(self, h_TD: Tensor) -> Tensor:
         """Return the output of the layer without keeping anything."""
@@ -151,8 +151,8 @@ class _LayerPass:
                 qkv = self._run_fronts(h_TD, self._front_graphs)
                 self._attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, keep)
                 self._attention.saved.qkv = qkv
-                self._rests = list(self._rest_graphs(h_TD, attention_THE))
-            return self._collect_outputs(h_TD, self._rests)
+                self._kept_rest_graphs = list(self._rest_graphs(h_TD, attention_THE))
+            return self._collect_outputs(h_TD, self._kept_rest_graphs)
         if not keep.keeps_attention:
             return self.output(h_TD)
         qkv = self._run_fronts(h_TD)
@@ -178,12 +178,12 @@ class _LayerPass:
                 attention_THE = attention.output()
             attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
             dattention_THE = torch.empty_like(attention_THE)
-            for rest in self._rests or self._rest_graphs(h_TD, attention_THE, graph_only=True):
+            for rest in self._kept_rest_graphs or self._rest_graphs(h_TD, attention_THE, graph_only=True):
                 torch.autograd.backward(rest.output_TD, dh_TD[rest.rows])
                 dh_TD[rest.rows].copy_(_leaf_gradient(rest.h_TD))
                 dattention_THE[rest.rows].copy_(_leaf_gradient(rest.attention_THE))
         # Autograd keeps this object until the backward of the whole pass has ended.
-        self._input, self._attention, self._front_graphs, self._rests = None, None, [], []
+        self._input, self._attention, self._front_graphs, self._kept_rest_graphs = None, None, [], []
         del attention_THE, h_TD, rest
         gradients = attention.backward(dattention_THE)
         del attention, dattention_THE

@@ -145,15 +145,15 @@ class Scorer:
         self,
         leaf_TD: Tensor,
         device_microbatch: DeviceMicrobatch,
-        supervised: Callable[[Segment], int],
-        counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
+        supervised_tokens: Callable[[Segment], int],
+        sample_token_counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return the training losses of all segments (rows of one job each). `supervised` returns the number
-        of supervised tokens in a segment's global batch, and `counts` the number in each sample of that
-        batch."""
+        """Return the training losses of all segments (rows of one job each). `supervised_tokens` returns the
+        number of supervised tokens in a segment's global batch, and `sample_token_counts` the number in each
+        sample of that batch."""
         segments = device_microbatch.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
-            return self.score_together(leaf_TD, device_microbatch, supervised)
+            return self.score_segments_together(leaf_TD, device_microbatch, supervised_tokens)
         found = list(self._score_segments(leaf_TD, device_microbatch))
         losses: list[Tensor] = []
         metrics: list[Tensor | None] = []
@@ -163,10 +163,10 @@ class Scorer:
                 self._complete_scores(one, leaf_TD, "batch"),
             )
             if objective is None:
-                losses.append(SFT.loss(scores, BatchFacts(supervised(one.segment))))
+                losses.append(SFT.loss(scores, BatchFacts(supervised_tokens(one.segment))))
                 metrics.append(None)
                 continue
-            batch = BatchFacts(supervised(one.segment), counts(one.segment))
+            batch = BatchFacts(supervised_tokens(one.segment), sample_token_counts(one.segment))
             losses.append(objective.loss(scores, batch))
             sums_M = objective.metrics(scores)
             needs = objective.needs
@@ -174,7 +174,7 @@ class Scorer:
             metrics.append(None if sums_M is None else mean_metrics(sums_M, rows, needs.max_metric_count))
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
-    def score_together(
+    def score_segments_together(
         self, leaf_TD: Tensor, device_microbatch: DeviceMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
         """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.

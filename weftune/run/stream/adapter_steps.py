@@ -215,7 +215,7 @@ class HostSteps:
         are copied to the host, and also to the device's memory for them once the events in `writable_events`
         are done. Work that reads the weights must first call `wait_for_updates`."""
         if writable_events:
-            with self.ring.updating():
+            with self.ring.on_update_stream():
                 _wait_for_events(writable_events)
         for buffered_pieces in self._assign_buffers(pairs):
             if accepted := [
@@ -236,7 +236,7 @@ class HostSteps:
     def read_outcomes(self, run: StepRun) -> None:
         """Start to copy the outcomes of Steps to the host. All pieces of the Steps must have been started."""
         assert not any(part.run is run for part in self._pending_parts.values()), "a Step is not all made"
-        with self.ring.updating():
+        with self.ring.on_update_stream():
             # Not on the stream of the passes: those of the next round may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_JS.device)
             run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite_flags]))
@@ -279,13 +279,13 @@ class HostSteps:
                 replace(state, gradient=kept.gradient, weights=kept.weights)
                 for state, kept in zip(on_device, on_host, strict=True)
             ]
-        with self.ring.copying_in(buffer):
+        with self.ring.on_copy_in_stream(buffer):
             for run in dict.fromkeys(one.part.run for one in buffered_pieces):
                 _wait_for_events(run.arrival_events)
             _copy_all(self._vectors_to_device(on_device), self._vectors_to_device(on_host))
-        with self.ring.updating():
+        with self.ring.on_update_stream():
             self._update(buffer, buffered_pieces, on_device)
-        with self.ring.copying_out(buffer):
+        with self.ring.on_copy_out_stream(buffer):
             if self._device_weights is not None:
                 on_host = [one.update.state.slice_state(*one.piece.kept_range) for one in buffered_pieces]
                 on_device = [
@@ -419,7 +419,7 @@ class PieceRing:
         return buffer
 
     @contextmanager
-    def copying_in(self, buffer: Buffer) -> Iterator[None]:
+    def on_copy_in_stream(self, buffer: Buffer) -> Iterator[None]:
         """Within the context, launch work on the stream of copies to the device, after the buffer is free.
         Updates that are launched later wait for these copies."""
         if self.lanes is None:
@@ -431,12 +431,12 @@ class PieceRing:
             yield
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
-    def updating(self) -> AbstractContextManager[object]:
+    def on_update_stream(self) -> AbstractContextManager[object]:
         """Return a context in which work is launched on the stream of updates."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.update)
 
     @contextmanager
-    def copying_out(self, buffer: Buffer) -> Iterator[None]:
+    def on_copy_out_stream(self, buffer: Buffer) -> Iterator[None]:
         """Within the context, launch work on the stream of copies to the host. The buffer is free after these
         copies."""
         if self.lanes is None:

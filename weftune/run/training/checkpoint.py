@@ -127,7 +127,7 @@ def publish_checkpoint(partial_path: Path, final_path: Path) -> None:
     shutil.rmtree(final_path, ignore_errors=True)
     os.rename(partial_path, final_path)
     sync_folder(final_path.parent)
-    for old in list(_newest_first(final_path.parent))[KEPT_CHECKPOINTS:]:
+    for old in list(_checkpoints_newest_first(final_path.parent))[KEPT_CHECKPOINTS:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -147,7 +147,7 @@ def has_progress(folder: Path, progress: Progress) -> bool:
 
 def restore(folder: Path, training: Training) -> bool:
     """Restore `training` from the newest intact checkpoint under `folder`; return whether there is one."""
-    for path in _newest_first(folder):
+    for path in _checkpoints_newest_first(folder):
         stored = _read(path)
         if stored is None or not set(stored.layout.parameters).issuperset(training.layout.parameters):
             continue
@@ -182,14 +182,14 @@ class CheckpointSurvey:
 
     progress: Progress | None
     """Progress of the newest intact checkpoint. None if there is none."""
-    damaged: tuple[Path, ...]
+    damaged_paths: tuple[Path, ...]
     """Damaged checkpoints that are newer than the newest intact one."""
 
 
 def survey(folder: Path) -> CheckpointSurvey:
     """Find the newest intact checkpoint under `folder`, without loading it into a model."""
     damaged: list[Path] = []
-    for path in _newest_first(folder):
+    for path in _checkpoints_newest_first(folder):
         if (stored := _read(path)) is not None:
             return CheckpointSurvey(stored.progress, tuple(damaged))
         damaged.append(path)
@@ -210,7 +210,7 @@ def rename_damaged(damaged_paths: Iterable[Path]) -> None:
         os.rename(path, target)
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
+def _checkpoints_newest_first(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         yield from sorted(folder.glob("step-*"), reverse=True)
 

@@ -97,20 +97,22 @@ class EvaluationSums:
             self.tokens + other.tokens,
             self.count + other.count,
             tuple(
-                max(pair) if number >= self._sums else sum(pair)
+                max(pair) if number >= self._sum_count else sum(pair)
                 for number, pair in enumerate(zip(self.metrics, other.metrics, strict=True))
             ),
             self.maxima,
         )
 
     @property
-    def _sums(self) -> int:
+    def _sum_count(self) -> int:
         """Number of elements of `metrics` that are sums, not maxima."""
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
         """Return the means of metrics that are sums, and the values of metrics that are maxima, in order."""
-        return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
+        return [total / self.count for total in self.metrics[: self._sum_count]] + [
+            *self.metrics[self._sum_count :]
+        ]
 
 
 @dataclass(slots=True)
@@ -212,16 +214,16 @@ class Training:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> bool:
         """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
         the job has its own metric, with the highest `score` and, among equal scores, the lowest loss. If
-        `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
-        only a sweep requested, which is not compared."""
+        `keep_best`, the weights of the best evaluation are kept. `is_requested` is False for an evaluation
+        that only a sweep requested, which is not compared."""
         progress = self.progress
         progress.evaluated = progress.step
-        if not counts:
+        if not is_requested:
             return False
         progress.evaluated_loss, progress.evaluated_score = loss, score
         best = (

@@ -68,7 +68,7 @@ class StepRun:
     """Result of `open_batch_sums`: loss, correct predictions and metrics of each job."""
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
-    reasons: list[str | None] = field(init=False)
+    refusal_reasons: list[str | None] = field(init=False)
     """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
@@ -81,7 +81,7 @@ class StepRun:
     _copied_event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        self.reasons = [None] * len(self.requests)
+        self.refusal_reasons = [None] * len(self.requests)
         self.finite_flags = tuple([] for _ in self.requests)
 
     def is_refused(self, job_index: int) -> bool:
@@ -104,7 +104,12 @@ class StepRun:
             self._copied_event.synchronize()
         outcomes: list[Outcome] = []
         rows = zip(
-            self.requests, self.updates, self.tokens, self.reasons, self._values_JV.tolist(), strict=True
+            self.requests,
+            self.updates,
+            self.tokens,
+            self.refusal_reasons,
+            self._values_JV.tolist(),
+            strict=True,
         )
         for request, one, tokens, failure, (norm, finite, loss, correct, *metrics) in rows:
             sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
@@ -182,7 +187,7 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
         return run
     for number, one in enumerate(run.updates):
         if not run.is_refused(number):
-            run.reasons[number] = apply_update(one)
+            run.refusal_reasons[number] = apply_update(one)
     run.read(torch.ones(len(requests), dtype=torch.bool))
     return run
 

@@ -121,7 +121,7 @@ class Driver:
         )
         self.attached = self._own.attached
         """Maps each job to the training state of its first stage, which also holds the job's progress."""
-        self.home, self.fused = self._own.home, self._own.fused
+        self.home, self.is_fused = self._own.home, self._own.is_fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
         self._pending_checkpoints: dict[tuple[str, int], _PendingCheckpoint] = {}
@@ -193,11 +193,11 @@ class Driver:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> None:
         training = self.attached[job]
-        best = training.record_evaluation(loss, keep_best, min_delta, counts, score)
+        best = training.record_evaluation(loss, keep_best, min_delta, is_requested, score)
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
         if (pending := self._pending_checkpoints.get((job, training.progress.step))) is not None:
@@ -370,7 +370,7 @@ class Driver:
         for worker in self.control.writers:
             self.control.command(worker, JobCommand("save slice", job))
 
-    def unsaved(self) -> list[Unsaved]:
+    def take_unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
         while (received := self.control.next_answer()) is not None:
             self._handle_answer(*received)

@@ -58,9 +58,9 @@ class PeerLane:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self.to_peer_lost(error) from error
+            raise self.make_peer_lost(error) from error
 
-    def to_peer_lost(self, error: BaseException) -> PeerLost:
+    def make_peer_lost(self, error: BaseException) -> PeerLost:
         return PeerLost(f"worker {self.peer} is gone: {error}")
 
 
@@ -161,12 +161,12 @@ class DirectInbox:
                 while (posted := self._queue.get()) is not None:
                     self._started_transfers.put(self._start(*posted))
             except Exception as error:
-                self._started_transfers.put(self._lane.to_peer_lost(error))
+                self._started_transfers.put(self._lane.make_peer_lost(error))
 
     def _start(self, buffer: Tensor, free_event: torch.cuda.Event | None) -> Any:
         """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event
         `free_event` is done. Return the handle of the receive."""
-        dist.recv(_announcement(), self._lane.peer, group=self._lane.announcement_group)
+        dist.recv(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
         if free_event is not None:
             free_event.wait()
         return dist.irecv(buffer, self._lane.peer, group=self._lane.group)
@@ -212,7 +212,7 @@ class Outbox:
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            raise self._lane.to_peer_lost(self._error) from self._error
+            raise self._lane.make_peer_lost(self._error) from self._error
 
     def _serve(self) -> None:
         is_direct, number = self._lane.announcement_group is not None, 0
@@ -237,7 +237,7 @@ class Outbox:
 
     def _start(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
         """Announce a tensor on the device, and start its transfer as soon as the receiver is ready for it."""
-        dist.send(_announcement(), self._lane.peer, group=self._lane.announcement_group)
+        dist.send(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
         if ready_event is not None:
             ready_event.wait()
         while self._started_transfers and self._started_transfers[0][1].is_completed():
@@ -250,7 +250,7 @@ def create_inbox(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> In
     return made(lane, dtype, device)
 
 
-def _announcement() -> Tensor:
+def _announcement_buffer() -> Tensor:
     return torch.zeros(1)
 
 

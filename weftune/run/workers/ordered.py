@@ -173,21 +173,21 @@ class OrderedWork:
     peers: tuple[int, ...]
     watch: WaitWatch
     error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done_event: threading.Event = field(default_factory=threading.Event)
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.done_event.is_set()
 
     def wait(self, timeout: object = None) -> bool:
         if threading.current_thread() is not threading.main_thread():
             # Of a worker with several threads, only the main thread can be part of a circle.
-            self.done.wait()
-        elif not self.done.wait(POLL_SECONDS):
+            self.done_event.wait()
+        elif not self.done_event.wait(POLL_SECONDS):
             others = " and ".join(map(str, self.peers))
             with self.watch.record_wait(
                 self.peers, f"{self.operation} with worker {others}", self.operation_key
             ):
-                while not self.done.wait(POLL_SECONDS):
+                while not self.done_event.wait(POLL_SECONDS):
                     self.watch.check_for_cycle()
         if self.error is not None:
             raise self.error
@@ -252,7 +252,7 @@ class OrderedGroup(dist.ProcessGroup):
             except Exception as error:
                 first_error = error
             work.error = first_error
-            work.done.set()
+            work.done_event.set()
 
     def _await_match(self, operation: Operation) -> None:
         """Wait until every member has reached its operation; raise OrderError unless all match."""
