@@ -69,7 +69,7 @@ def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     broken = [BenchPart("broken", "no_such_script")]
-    monkeypatch.setattr(verb, "parts", lambda *asked: broken)
+    monkeypatch.setattr(verb, "benchmark_parts", lambda *asked: broken)
     with pytest.raises(Exception) as caught:
         verb.bench(toy=True)
     assert getattr(caught.value, "exit_code", None) == 1

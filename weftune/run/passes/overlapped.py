@@ -95,7 +95,7 @@ class OverlappedPasses:
     def is_possible(self) -> bool:
         """Whether the layers of the base are fused and divided into shards that can start sums."""
         team = self._adapted.team
-        return self._adapted.fused and team is not None and team.start_sum is not None
+        return self._adapted.is_fused and team is not None and team.start_sum is not None
 
     def is_open(self, visit: StageVisit) -> bool:
         """Return whether this pass of a microbatch over a stage has begun with a half layer and has not
