@@ -120,7 +120,7 @@ def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family,
     microbatch = packed(random_samples((9, 1)))
     plain_TD = base.hidden(microbatch)
     adapted = AdaptedBase(base, Route.tiled)
-    assert adapted.fused
+    assert adapted.is_fused
     torch.testing.assert_close(base.hidden(microbatch), plain_TD, rtol=1e-5, atol=1e-5)
     adapted.restore_base()
     assert torch.equal(base.hidden(microbatch), plain_TD)
@@ -350,7 +350,7 @@ def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch)
     truths = decoded(exact.model, x_TD.double(), samples, dh_TD)
     plains = decoded(base.model, x_TD, samples, dh_TD)
     adapted = AdaptedBase(base, Route.tiled)
-    assert adapted.fused
+    assert adapted.is_fused
     fused = decoded(base.model, x_TD, samples, dh_TD)
     for got, plain, truth in zip(fused, plains, truths, strict=True):
         rounding = torch.finfo(torch.float32).eps * truth.norm()
