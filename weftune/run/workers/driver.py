@@ -93,15 +93,15 @@ class Driver:
     def __init__(
         self,
         control: WorkerControl,
-        loaded: Base | StreamedBase,
+        loaded_part: Base | StreamedBase,
         layout: Layout,
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """Create the driver of workers that have loaded their parts. `loaded` is this worker's part of the
+        """Create the driver of workers that have loaded their parts. `loaded_part` is this worker's part of the
         base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
         `delay` is the number of seconds by which tests delay every message."""
-        self.base = base = loaded_base(loaded)
+        self.base = base = loaded_base(loaded_part)
         self.control = control
         position = control.connections.position
         self.stages, self.replicas, self.shards = position.stages, position.replicas, position.shards
@@ -113,7 +113,7 @@ class Driver:
         """Peak memory use, in bytes, of each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(
-            loaded,
+            loaded_part,
             layout.for_worker(0),
             self._transport,
             position.list_index,

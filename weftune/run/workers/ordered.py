@@ -34,7 +34,7 @@ class OrderError(AssertionError):
     always a bug in Weftune."""
 
 
-# -- circles of workers that wait for one another ---------------------------------------------------------
+# -- cycles of workers that wait for one another ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class WaitWatch:
     def check_for_cycle(self) -> None:
         """Raise OrderError if this worker is in a deadlock, which several consecutive checks must have found.
         Called repeatedly while the worker waits."""
-        circle = self._find_cycle()
-        self._repeat_count = self._repeat_count + 1 if circle and circle == self._cycle else 0
-        self._cycle = circle
+        cycle = self._find_cycle()
+        self._repeat_count = self._repeat_count + 1 if cycle and cycle == self._cycle else 0
+        self._cycle = cycle
         if self._repeat_count >= STABLE_POLLS:
-            told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in circle)
+            told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in cycle)
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
     def _find_cycle(self) -> tuple[tuple[int, Wait], ...]:
@@ -180,7 +180,7 @@ class OrderedWork:
 
     def wait(self, timeout: object = None) -> bool:
         if threading.current_thread() is not threading.main_thread():
-            # Of a worker with several threads, only the main thread can be part of a circle.
+            # Of a worker with several threads, only the main thread can be part of a cycle.
             self.done_event.wait()
         elif not self.done_event.wait(POLL_SECONDS):
             others = " and ".join(map(str, self.peers))
