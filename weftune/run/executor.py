@@ -436,8 +436,8 @@ class Executor:
             self._prepare_next_microbatch(number)
 
     def _run_forward_only(self, action: ForwardOnly) -> Iterator[Event]:
-        """Run a pass without a backward, for evaluation or scoring, of a microbatch over a stage, and yield
-        its events."""
+        """Run a microbatch's pass over a stage without a backward, for evaluation or scoring, and yield its
+        events."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
         in_flight = self._find_in_flight(visit, type(action))

@@ -787,7 +787,8 @@ class Loop:
         return not self.executor.unfinished.steps.keys().isdisjoint(names)
 
     def _end_complete_jobs(self) -> None:
-        """Set the endings of jobs that have made their last step and have been evaluated."""
+        """Mark jobs that have made their last step and have been evaluated as succeeded, unless another
+        ending has been set. They are detached at the window's end."""
         for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
                 name

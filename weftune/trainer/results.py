@@ -231,7 +231,8 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Do in advance the slow parts of writing an adapter that do not depend on its weights."""
+    """Import PEFT and create the tokenizer's files ahead of time, since both are slow and needed to write an
+    adapter."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.files_with_template(job)

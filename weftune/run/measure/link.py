@@ -1,5 +1,5 @@
 """Measurements for plans of a streamed base: the bandwidths of host memory, files and device memory, and the
-speed of matrix products."""
+speed of matrix products on the device."""
 
 from __future__ import annotations
 

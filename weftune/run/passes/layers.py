@@ -389,8 +389,8 @@ class Angles:
 
 
 def find_layer_structure(config: Any) -> DecoderFacts | None:
-    """Return the description of a model's family, or None if its layers or its activation function are not
-    supported."""
+    """Return the structure of the decoder layers of a model's family, or None if fused ops do not support the
+    family or its activation function."""
     mixture = MIXTURES.get(config.model_type)
     structure = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if structure is None or getattr(config, structure.activation_key) not in structure.activations:

@@ -60,7 +60,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _OpenPass:
-    """A pass that has begun with its first half layer and has not ended."""
+    """The state of a pass that has begun with its first half layer and has not ended."""
 
     in_flight: InFlight
     membership: Membership
@@ -153,7 +153,7 @@ class OverlappedPasses:
         open_pass.pending_sum = self._launch_sum(dgiven_TD.contiguous())
 
     def end_backward(self, visit: StageVisit) -> None:
-        """End the backward at the embeddings."""
+        """End the backward: add the gradients of trained embeddings to their jobs' gradients."""
         open_pass = self._open_passes.pop(visit)
         (dh_TD,) = self._add_residual_backward(open_pass)
         if open_pass.embedding_end is not None:

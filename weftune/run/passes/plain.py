@@ -123,8 +123,8 @@ class Plain:
         self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
-        """The node at which the backward starts, the end of the autograd graph of the forward. None if no job
-        has an adapter in this stage or an earlier one."""
+        """The node of the autograd graph that is the output of the forward, at which the backward starts.
+        None if no job has an adapter in this stage or an earlier one."""
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._input_TD is not None:

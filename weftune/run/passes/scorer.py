@@ -28,8 +28,8 @@ from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
-"""Values of `Segment.kl_purpose` for mismatched samples: whether they belong to a global batch or to held-out
-samples."""
+"""Values of `Segment.kl_purpose` for mismatched samples. They say whether the samples belong to a global
+batch or to held-out samples."""
 
 
 @dataclass(slots=True)

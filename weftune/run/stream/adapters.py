@@ -230,7 +230,8 @@ class AdapterTransfers:
 
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
-    """Return pairs of a stage and its part of the flat vector, whose sites are in the order of layers."""
+    """Return pairs of a stage and the part of an adapter's flat vector with the stage's parameters. The part
+    is contiguous, since the vector is in the order of layers."""
     homes = [stage for stage, layers in enumerate(part.stages) for _ in range(layers.start, layers.stop)]
     parts: dict[int, StagePart] = {}
     at = 0

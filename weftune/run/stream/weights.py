@@ -210,8 +210,8 @@ class _GpuQueue:
 
 
 class _StageReader:
-    """A thread that reads stages from their files and copies them to the device on a separate stream. So no
-    work of the main thread waits for a stage that is still being read."""
+    """A thread that reads stages from their files and copies them to the device on a separate stream, so that
+    the main thread never waits for a file."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights

@@ -7,8 +7,9 @@ synced, then renamed. The data order, the schedule and the dropout are functions
 random state is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
 
 Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
-all slices are reported, writes the state and renames the folder; until then it is not read. Both forms can be
-read with any number of stages, since parameters are found by their module and name.
+all slices are reported, writes the state and renames the folder; until then it is not read. A checkpoint of
+one file or of several slices can be read with any number of stages, since parameters are found by their
+module and name.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def weights_snapshot(training: Training) -> Snapshot:
 
 
 def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
-    """Return the vectors of a job's checkpoint by name. A job that was assembled from several workers has no
-    moments."""
+    """Return a dict from name to vector of everything that a job's checkpoint stores. It has no moments if
+    the job was assembled from several workers."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best_weights is not None:
         found["best"] = training.best_weights

@@ -98,8 +98,8 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """Create the driver of workers that have loaded their parts. `loaded_part` is this worker's part of the
-        base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
+        """Create the driver of workers that have loaded their parts. `loaded_part` is this worker's part of
+        the base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
         `delay` is the number of seconds by which tests delay every message."""
         self.base = base = loaded_base(loaded_part)
         self.control = control
