@@ -175,7 +175,7 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
     options = Options(
         memory=case.memory,
         gpu_memory=case.gpu_memory,
-        worker_control=SimpleNamespace(connections=SimpleNamespace(position=place)),
+        staff=SimpleNamespace(connections=SimpleNamespace(position=place)),
     )
     shapes = [job.shape for job in ready.values()]
     choice = choose_layout(shape, shapes, describe_machine(options, run.base, CPU, shape))

@@ -236,7 +236,7 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
-        _train_in_process(run, replace(options, worker_control=control), max_steps)
+        _train_in_process(run, replace(options, staff=control), max_steps)
 
 
 def _train_in_process(
@@ -251,8 +251,8 @@ def _train_in_process(
         from weftune.trainer.train import make_trainer
 
     workers = ""
-    if options.worker_control is not None:
-        workers = f", in {_workers_text(options.worker_control.connections.position)}"
+    if options.staff is not None:
+        workers = f", in {_workers_text(options.staff.connections.position)}"
     else:
         shares = len(devices)
         workers = _shares_text(shares, options) if shares > 1 else ""

@@ -417,7 +417,7 @@ def run_share(
         with _connected_workers(options, options.workers_per_share) as control:
             if control is None and options.workers_per_share > 1:
                 return
-            mine = replace(options, worker_control=control)
+            mine = replace(options, staff=control)
             trainer = make_trainer(run, output=output, max_steps=max_steps, options=mine, view=view)
             results = trainer.run()
     except UserError as error:

@@ -111,9 +111,9 @@ def open_engine(
     for sentence in (choice.user_note, memory_warning(options, device)):
         if sentence:
             show_note(sentence)
-    if options.worker_control is not None:
+    if options.staff is not None:
         spec = base.spec if isinstance(base, Base) else base
-        return _workers_engine(options, options.worker_control, spec, device, choice, checkpoints)
+        return _workers_engine(options, options.staff, spec, device, choice, checkpoints)
     set_memory_limit(device, options.gpu_memory)
     if choice.is_streamed:
         assert isinstance(base, BaseSpec), "a loaded base is not streamed"

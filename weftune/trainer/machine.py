@@ -38,7 +38,7 @@ def describe_machine(
 ) -> Machine:
     """Describe this process's device, or the identical devices of all workers. For a deterministic run,
     nothing measured now is used: neither times nor free memory."""
-    is_loaded = isinstance(base, Base) and options.worker_control is None
+    is_loaded = isinstance(base, Base) and options.staff is None
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
     workers, on_gpu = _worker_position(options), device.type == "cuda"
@@ -107,7 +107,7 @@ def _device_flops(is_required: bool) -> float | None:
 
 
 def _worker_position(options: Options) -> WorkerPosition:
-    return options.worker_control.connections.position if options.worker_control else WorkerPosition(0, 1)
+    return options.staff.connections.position if options.staff else WorkerPosition(0, 1)
 
 
 def workers_per_device(options: Options, device: torch.device) -> int:

@@ -51,7 +51,7 @@ class Options:
     themselves."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
-    worker_control: WorkerControl | None = None
+    staff: WorkerControl | None = None
     """Object that sends commands to the other workers, if several workers hold the base together and this
     process is the first. None otherwise."""
     deterministic: bool = False

@@ -269,7 +269,7 @@ class Trainer:
         return results
 
     def _run(self, callback: Callback | None) -> dict[str, Result]:
-        if self.options.worker_control is None and self.options.starts_processes:
+        if self.options.staff is None and self.options.starts_processes:
             raise UserError(
                 "gpus, pipeline, replicas and shards start processes, which a Trainer cannot: give them to "
                 "weftune.train or to the command line"

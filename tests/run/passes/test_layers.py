@@ -94,7 +94,7 @@ def adapted_executor(base, jobs, route, monkeypatch):
     """An executor whose kernels are interpreted if it is to have any."""
     monkeypatch.setenv("TRITON_INTERPRET", str(int(route is Route.tiled)))
     executor = executors.executor_with(base, jobs, route)
-    assert executor.fused == (route is Route.tiled)
+    assert executor.is_fused == (route is Route.tiled)
     return executor
 
 
@@ -384,7 +384,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
     jobs = jobs_for(base.whole)
     executor = streamed_executor(base, Route.tiled)
-    assert executor.fused
+    assert executor.is_fused
     assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
     for job in jobs:
         executor.attach(executors.job_training(base.whole, job))

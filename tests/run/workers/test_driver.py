@@ -166,7 +166,7 @@ def first_worker(connections, folder, patch):
     seen, control = Life(), WorkerControl(connections)
     pipeline = Pipeline(connections, control, folder)
     driver = pipeline.driver
-    seen.device, seen.fused, seen.captures = driver.home.type, driver.fused, driver.captures
+    seen.device, seen.fused, seen.captures = driver.home.type, driver.is_fused, driver.captures
     for name in "ab":
         pipeline.attach(name)
     pipeline.window()
