@@ -137,7 +137,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
         measured,
         floor=streamed_floor(case, work, made),
         predicted_wait=made.choice.waiting_fraction,
-        measured_wait=None if taken is None else made.waited.total() / taken,
+        measured_wait=None if taken is None else made.waited.total_seconds() / taken,
         losses=all_losses(made.together),
         cut=made.described,
         capacity=made.choice.capacity,

@@ -42,8 +42,8 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.executor import Executor
 from weftune.run.measure.link import HostLink
-from weftune.run.measure.memory import CPU_SHARE, budget_bytes
-from weftune.run.measure.timers import Waited
+from weftune.run.measure.memory import CPU_FRACTION, budget_bytes
+from weftune.run.measure.timers import WaitTime
 
 SPREAD = 0.02
 
@@ -65,11 +65,11 @@ class Streamed:
     streamed: StreamedBase
 
     @property
-    def waited(self) -> Waited:
-        return self.executor.weights.waited
+    def waited(self) -> WaitTime:
+        return self.executor.weights.wait_time
 
     def forget_waits(self) -> None:
-        self.waited.total()
+        self.waited.total_seconds()
         self.waited.seconds, self.waited.copied_bytes = 0.0, 0
 
     @property
@@ -155,7 +155,7 @@ def job_shapes(shape: ModelShape, work: BaselineWork) -> list[JobShape]:
 
 
 def stream_device(hardware: Hardware, cap: int | None, link: HostLink) -> StreamDevice:
-    host = int(psutil.virtual_memory().available * CPU_SHARE)
+    host = int(psutil.virtual_memory().available * CPU_FRACTION)
     if hardware.device.type != "cuda":
         return emulated_device(cap or 1 << 30, host)
     budget = cap or budget_bytes(hardware.device)

@@ -64,7 +64,7 @@ GROUPED: dict[str, Any] = {
 }
 
 IMAGES: dict[str, Any] = {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5}
-ROTATES_IMAGES = {
+IMAGE_ROPE_KEYS = {
     "rope_type": "default",
     "rope_theta": 5e5,
     "mrope_section": [4, 2, 2],
@@ -95,7 +95,7 @@ def config(family: str) -> PretrainedConfig:
             linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
             kinds = ["linear_attention", "full_attention", "linear_attention"]
             more = {"num_hidden_layers": 3, "layer_types": kinds, "head_dim": 16}
-            rope = ROTATES_IMAGES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            rope = IMAGE_ROPE_KEYS | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
             return Qwen3_5TextConfig(**GROUPED | more, **linear, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**GROUPED)
@@ -142,7 +142,7 @@ def wrapper_config(family: str) -> PretrainedConfig:
         case "qwen3_vl":
             vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
             vision |= {"out_hidden_size": 32, "num_position_embeddings": 4, "deepstack_visual_indexes": []}
-            text = GROUPED | {"head_dim": 16, "rope_parameters": ROTATES_IMAGES}
+            text = GROUPED | {"head_dim": 16, "rope_parameters": IMAGE_ROPE_KEYS}
             images = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
             return Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=6, **images)
         case "qwen3_5":

@@ -93,7 +93,7 @@ def test_in_bfloat16_fused_layers_are_as_near_to_float32_as_those_of_transformer
     )
     truths, plains = decoded(single, x_TD, lengths, dh_TD), decoded(half, x_TD, lengths, dh_TD)
     adapted = AdaptedBase(half, Route.tiled)
-    assert adapted.fused
+    assert adapted.is_fused
     assert adapted.can_capture
     fused = decoded(half, x_TD, lengths, dh_TD)
     adapted.restore_base()

@@ -77,7 +77,7 @@ def test_no_more_than_one_checkpoint_interval_is_recomputed(place):
 
 
 def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatch):
-    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 1)
+    monkeypatch.setattr(weftune.launch.supervise, "MAX_RESTARTS", 1)
     fresh(place, "out")
     run, before = Launch(place, "out", 2), []
     for _ in range(2):

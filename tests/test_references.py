@@ -17,7 +17,7 @@ from weftune.core.files import cache_folder
 from weftune.plan.program.program import Score
 from weftune.plan.window import pace
 from weftune.run.events import Stepped
-from weftune.trainer.references import COPY
+from weftune.trainer.references import COPY_FILE
 
 LN_2 = pytest.approx(math.log(2), rel=1e-12)
 
@@ -258,7 +258,7 @@ def test_without_its_scores_a_job_that_started_from_an_adapter_is_paused_and_can
     with pytest.raises(Crash):
         bench.trainer(base, output, jobs).run(callback)
     forget_scores()
-    copy = output / "b" / "checkpoints" / COPY
+    copy = output / "b" / "checkpoints" / COPY_FILE
     kept = copy.read_bytes()
     copy.unlink()
     result = bench.train(base, output, jobs, resume=True)["b"]

@@ -171,7 +171,7 @@ def asked_alone(case: Case, file) -> dict[str, Any]:
         job.name: prepare_job(job, place, tokenizer, shape, profile_folder().parent / "tokens")
         for place, job in enumerate(run.jobs)
     }
-    place = WorkerPosition(0, case.workers, 0, case.workers, ring=ring)
+    place = WorkerPosition(0, case.workers, 0, case.workers, is_ring=ring)
     options = Options(
         memory=case.memory,
         gpu_memory=case.gpu_memory,

@@ -70,7 +70,7 @@ def as_shard(connections):
     transport = Transport(connections, base.shape.hidden, base.dtype, device)
     part = pipeline_layout([WHOLE], 1, position.shards).for_worker(0)
     executor, _ = worker_executor(base, part, transport, position.list_index, team)
-    assert executor.fused
+    assert executor.is_fused
     for job in jobs:
         executor.attach(training_of(base, job))
     program, by_name = pipeline_program(jobs, position, None, ROUNDS), {job.name: job for job in jobs}

@@ -63,7 +63,7 @@ def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):
-    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 0)
+    monkeypatch.setattr(weftune.launch.supervise, "MAX_RESTARTS", 0)
     output = place / fresh(place, "lost")
     run = Shares(place, "lost", 2)
     run.wait_for_lines(16)

@@ -25,7 +25,7 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device_layout
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import max_rows_in_flight
-from weftune.run.measure.timers import Waited
+from weftune.run.measure.timers import WaitTime
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
@@ -103,11 +103,11 @@ def resident():
 def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
     executor = streamed_executor(streamed)
-    assert executor.fused
+    assert executor.is_fused
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
-    assert executor.weights.waited.copied_bytes > 0
+    assert executor.weights.wait_time.copied_bytes > 0
 
 
 @pytest.mark.parametrize(("slots", "rows"), some_of(product((1, 2, 3), (4096, 1)), [(1, 4096), (2, 1)]))
@@ -146,7 +146,7 @@ def test_offloaded_inputs_leave_the_memory_of_the_gpu():
     for rows in (0, 1 << 16):
         cut = replace(a_layer_each(2, travels=False), offloaded_rows=rows)
         streamed = load_streamed(SPEC, device, cut)
-        inputs = OffloadedActivations(streamed, Waited()) if rows else KeptActivations(range(LAYERS))
+        inputs = OffloadedActivations(streamed, WaitTime()) if rows else KeptActivations(range(LAYERS))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -282,7 +282,7 @@ def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
         if poisoned:
             poison(executor)
         found.append(trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY)))
-        assert executor.weights.waited.total() > 0
+        assert executor.weights.wait_time.total_seconds() > 0
     for name, want in found[0].items():
         assert want.isfinite().all()
         assert torch.equal(found[1][name], want), name

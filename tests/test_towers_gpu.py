@@ -59,6 +59,6 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_transformers_is(family, tmp_pat
     exact = load_base(BaseSpec(model=str(folder), dtype="float32"), bench.CPU).hidden(microbatch)
     plain = load_base(low, bench.CPU).hidden(microbatch)
     base = load_base(low, torch.device("cuda", 0))
-    assert AdaptedBase(base).fused == (family != "qwen3_5")
+    assert AdaptedBase(base).is_fused == (family != "qwen3_5")
     got = base.hidden(microbatch.to(base.device)).cpu()
     assert (got.double() - exact).norm() <= 2 * (plain.double() - exact).norm()

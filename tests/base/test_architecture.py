@@ -9,7 +9,7 @@ from weftune.base.architecture import has_half_layers, model_shape
 from weftune.base.decoders import DECODERS
 from weftune.base.shape import model_shape as real_shape
 from weftune.errors import BaseModelError
-from weftune.run.passes.layers import find_decoder_facts
+from weftune.run.passes.layers import find_layer_structure
 
 
 def made(model_config):
@@ -36,7 +36,7 @@ def test_what_a_config_leaves_out_is_as_the_family_has_it(family):
 @pytest.mark.parametrize("family", EVERY)
 def test_half_layers_are_known_where_layers_are_fused(family):
     asked = config(family)
-    fused = asked.model_type in DECODERS and find_decoder_facts(asked) is not None
+    fused = asked.model_type in DECODERS and find_layer_structure(asked) is not None
     assert has_half_layers(asked.to_diff_dict()) == fused
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import VOCABULARY, tiny
 from weftune.base import gguf as conversion
-from weftune.base.gguf import convert_cached, to_narrowest_dtype
+from weftune.base.gguf import convert_cached, narrow_weight
 from weftune.base.load import demo_folder, load_base, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.core.files import cache_folder
@@ -202,10 +202,10 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, own_cache: Pa
 
 def test_weights_are_stored_in_the_narrowest_type_that_loses_nothing() -> None:
     exact = torch.tensor([1.0, -0.5, 2.0])
-    assert to_narrowest_dtype(exact).dtype == torch.bfloat16
-    assert to_narrowest_dtype(exact * (1 + 2.0**-10)).dtype == torch.float16
-    assert to_narrowest_dtype(exact * (1 + 2.0**-20)).dtype == torch.float32
-    assert to_narrowest_dtype(torch.tensor([1e30 * (1 + 2.0**-10)])).dtype == torch.float32
+    assert narrow_weight(exact).dtype == torch.bfloat16
+    assert narrow_weight(exact * (1 + 2.0**-10)).dtype == torch.float16
+    assert narrow_weight(exact * (1 + 2.0**-20)).dtype == torch.float32
+    assert narrow_weight(torch.tensor([1e30 * (1 + 2.0**-10)])).dtype == torch.float32
 
 
 def test_a_missing_demo_package_is_a_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from weftune.bench import gpu_lengths, gpu_quality
 from weftune.cli import bench as verb
-from weftune.cli.bench import FROZEN, WEFTUNE, BenchLine, BenchPart, BenchShape, parts, result_line
+from weftune.cli.bench import FROZEN, WEFTUNE, BenchLine, BenchPart, BenchShape, benchmark_parts, result_line
 
 PART = BenchPart("8 jobs", "gpu_step")
 PACKAGE = Path(verb.__file__).parents[1]
@@ -69,7 +69,7 @@ def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     broken = [BenchPart("broken", "no_such_script")]
-    monkeypatch.setattr(verb, "parts", lambda *asked: broken)
+    monkeypatch.setattr(verb, "benchmark_parts", lambda *asked: broken)
     with pytest.raises(Exception) as caught:
         verb.bench(toy=True)
     assert getattr(caught.value, "exit_code", None) == 1
@@ -96,8 +96,10 @@ def test_a_line_without_times_says_why() -> None:
 
 
 def test_every_part_is_a_script_of_the_package_and_quick_is_only_the_first() -> None:
-    whole = parts(BenchShape.SMALL, quick=False, model=Path("stories"))
-    assert [part.title for part in parts(BenchShape.SMALL, quick=True, model=None)] == [whole[0].title]
+    whole = benchmark_parts(BenchShape.SMALL, quick=False, model=Path("stories"))
+    assert [part.title for part in benchmark_parts(BenchShape.SMALL, quick=True, model=None)] == [
+        whole[0].title
+    ]
     for part in whole:
         assert (PACKAGE / "bench" / f"{part.module}.py").is_file()
 

@@ -163,5 +163,5 @@ def with_short_chunks() -> None:
     from weftune.run.workers.paces import Paces
 
     choose.CPU_CHUNK_ROWS = 8
-    Paces.measured, Paces.stages = True, Paces.guessed_stages
+    Paces.has_measurements, Paces.stages = True, Paces.guessed_stages
     _main()

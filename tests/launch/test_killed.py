@@ -11,7 +11,7 @@ import pytest
 from tests.launch.modes import MODES
 from tests.launches import copied
 from tests.outputs import assert_same_results, assert_whole
-from weftune.launch.supervise import RESTARTS
+from weftune.launch.supervise import MAX_RESTARTS
 
 SEED = 20240607
 TIMES = 100
@@ -32,7 +32,7 @@ def test_killed_at_random_moments_a_run_ends_in_the_same_adapters(place, mode):
         output = mode.output(place)
         run = mode.start(place, output.name)
         run.wait_until(lambda run=run: (run.output / "ranks" / "pids").exists())
-        for _ in range(min(RESTARTS, TIMES - kills)):
+        for _ in range(min(MAX_RESTARTS, TIMES - kills)):
             time.sleep(rng.uniform(0.0, 1.5))
             if run.code is None:
                 with suppress(ProcessLookupError):

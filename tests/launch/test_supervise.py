@@ -108,7 +108,7 @@ def test_a_team_with_a_lost_member_is_started_again_as_a_whole_and_ends_with_its
 
 
 def test_a_team_that_is_lost_too_often_is_given_up_and_the_others_come_to_their_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 1)
+    monkeypatch.setattr(weftune.launch.supervise, "MAX_RESTARTS", 1)
     told = Told(tmp_path, [[is_killed]], [[partial(says, ["a", "b"])]])
     assert told.supervisor.run() == [TeamEnd(LOST, "worker 0.0 was ended by SIGKILL"), TeamEnd(0)]
     assert told.heard == ["a", "b"], "what it said last is heard, too"

@@ -65,4 +65,6 @@ def rows_on_device(activations: Activations) -> int:
 
 def is_empty(activations: Activations) -> bool:
     kept = getattr(activations, "_kept", activations)
-    return not (kept._inputs or kept._gradients or kept._outgoing or getattr(activations, "_rows", None))
+    return not (
+        kept._inputs or kept._gradients or kept._outgoing_tensors or getattr(activations, "_rows", None)
+    )

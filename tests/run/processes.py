@@ -116,7 +116,7 @@ def _be_worker(
         place = read_position()
         assert place is not None
         connections = connect(
-            replace(place, replicas=replicas, ring=ring, shards=shards), torch.device(device)
+            replace(place, replicas=replicas, is_ring=ring, shards=shards), torch.device(device)
         )
         connection.send_bytes(pickle.dumps(target(connections, *arguments)))
         dist.barrier()

@@ -114,7 +114,7 @@ def rewritten(folder, change):
     path.write_text(json.dumps(state))
     names = ("tensors.safetensors", "state.json")
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_text(digests))
+    (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_file_content(digests))
 
 
 @pytest.mark.parametrize(

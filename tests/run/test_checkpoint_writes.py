@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_one_from_before_formats_i
         (folder / "state.json").write_bytes(state.replace(old, new))
         content = {name: (folder / name).read_bytes() for name in ("tensors.safetensors", "state.json")}
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_text(digests))
+        (folder / "SHA256SUMS").write_bytes(checkpoint.checksum_file_content(digests))
 
     rewritten(b'"format": 1', b'"format": 2')
     for read in (lambda: checkpoint.restore(tmp_path, fresh()), lambda: checkpoint.survey(tmp_path)):
@@ -130,8 +130,11 @@ def test_damaged_checkpoints_are_named_and_taken_out_of_the_count(tmp_path, two,
     checkpoint.save(tmp_path, newest)
     (tmp_path / "step-00000005" / "state.json").write_text("{")
     found = checkpoint.survey(tmp_path)
-    assert (found.progress, [path.name for path in found.damaged]) == (before.progress, ["step-00000005"])
-    checkpoint.rename_damaged(found.damaged)
+    assert (found.progress, [path.name for path in found.damaged_paths]) == (
+        before.progress,
+        ["step-00000005"],
+    )
+    checkpoint.rename_damaged(found.damaged_paths)
     advance(before, 1)
     checkpoint.save(tmp_path, before)
     names = sorted(path.name for path in tmp_path.iterdir())

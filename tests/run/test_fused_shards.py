@@ -40,7 +40,7 @@ def train_on_shards(
         counting = replace(team, sum_over_shards=count_sum)
         base = cut_shard(models[team.shard], BaseSpec(model=f"tiny/{family}"), bench.CPU, counting, WHOLE)
         executor = resident_executor(base, make_agreement=AloneOnShard, team=counting, **options)
-        assert executor.fused
+        assert executor.is_fused
         return trained(executor, base, jobs, program)[:2]
 
     found = on_shards(shards, on_shard, one_at_a_time)

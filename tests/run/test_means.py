@@ -51,7 +51,7 @@ TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 def averaged(jobs):
-    return [replace(job, recipe=replace(job.recipe, averaged=SPANS)) for job in jobs]
+    return [replace(job, recipe=replace(job.recipe, averaged_spans=SPANS)) for job in jobs]
 
 
 def executor_of(layout, dtype=torch.float64):

@@ -65,7 +65,7 @@ def windows(connections, folder, on_event):
         for job in jobs:
             pipeline.finish_saves(job.name)
         newest = [checkpoint.newest_progress(folder / job.name).step for job in jobs]
-        seen.append((newest, pipeline.unsaved()))
+        seen.append((newest, pipeline.take_unsaved()))
     control.end_workers()
     return seen
 
@@ -87,13 +87,13 @@ def written_meanwhile(connections, folder):
     looked, real = set(), Driver._commit_checkpoints
 
     def advance(driver):
-        new = driver._pending.keys() - looked
+        new = driver._pending_checkpoints.keys() - looked
         looked.update(new)
         if not new:
             real(driver)
         for key in new:
-            wait([driver._pending[key].own_slice])
-            while not driver._pending[key].slices:
+            wait([driver._pending_checkpoints[key].own_slice])
+            while not driver._pending_checkpoints[key].slices:
                 driver._handle_answer(*driver.control.wait())
 
     with pytest.MonkeyPatch.context() as patch:

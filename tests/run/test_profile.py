@@ -11,7 +11,7 @@ from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.plan.cost.profile import cpu_threads
 from weftune.plan.cost.profile_cost import profile_cost_model
-from weftune.run.profile import BESIDE, CASES, DEPTHS, _Bench, _Peaks, _shallow_base, measure_profile
+from weftune.run.profile import CASES, CONCURRENT_CASE, DEPTHS, _Bench, _Peaks, _shallow_base, measure_profile
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def test_what_a_process_does_beside_its_first_passes_delays_them(found) -> None:
             pass
 
     with _Bench(_shallow_base(found.config, 1, torch.float32, CPU), _Peaks(CPU)) as bench:
-        assert bench.measure_delay(BESIDE, lambda: None) < 0.1
-        assert 0.0 < bench.measure_delay(BESIDE, busy) < 0.6
+        assert bench.measure_delay(CONCURRENT_CASE, lambda: None) < 0.1
+        assert 0.0 < bench.measure_delay(CONCURRENT_CASE, busy) < 0.6
 
 
 def test_the_config_that_was_given_is_left_as_it_was(found) -> None:

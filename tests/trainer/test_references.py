@@ -10,7 +10,7 @@ from tests import bench
 from tests.run import executors
 from weftune.adapters.registry import get_kind
 from weftune.run.events import Scored
-from weftune.trainer.references import COPY, References
+from weftune.trainer.references import COPY_FILE, References
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def start(base, tmp_path):
 def score(references, name, count=None):
     """Score the first `count` samples that the job still needs: sample n gets -n - 1."""
     chosen = references.pending_scores()[name][:count].tolist()
-    references.record(Scored(name, 0, tuple(chosen), tuple(-index - 1.0 for index in chosen)))
+    references.record_scores(Scored(name, 0, tuple(chosen), tuple(-index - 1.0 for index in chosen)))
 
 
 def numbers_of(job):
@@ -87,7 +87,7 @@ def test_a_kill_in_the_middle_keeps_what_earlier_windows_scored(base, tmp_path):
     killed = References(base, tmp_path / "cache", print)
     killed.add_job(job_of(base, "a"), tmp_path / "a", None, has_begun=False)
     assert killed.pending_scores()["a"].tolist() == list(range(5, 12))
-    assert not (tmp_path / "a" / COPY).exists()
+    assert not (tmp_path / "a" / COPY_FILE).exists()
 
 
 def test_who_leaves_hands_its_scoring_to_the_next_job(base, tmp_path):
@@ -107,7 +107,7 @@ def test_another_base_dtype_sample_or_adapter_has_scores_of_its_own(base, start,
         if references.pending_scores():
             score(references, job.name)
             references.finish_window()
-            (tmp_path / "other" / COPY).unlink()
+            (tmp_path / "other" / COPY_FILE).unlink()
         return found.data.train.references is not None
 
     from_adapter = {"adapter": {"rank": 4, "init_from": str(start)}}
@@ -120,7 +120,7 @@ def test_another_base_dtype_sample_or_adapter_has_scores_of_its_own(base, start,
         (base, job_of(base, "a", adapter={"rank": 4, "alpha": 99, "init_from": str(start)}), start),
     ]
     assert [is_scored(*case) for case in cases] == [False] * 6
-    (tmp_path / "other" / COPY).unlink(missing_ok=True)
+    (tmp_path / "other" / COPY_FILE).unlink(missing_ok=True)
     assert [is_scored(*case) for case in cases] == [True] * 6
 
 
@@ -134,7 +134,7 @@ def test_a_job_that_has_begun_reads_its_own_copy_and_is_lost_without_it(base, st
         path.unlink()
     again = References(base, tmp_path / "cache", print)
     assert numbers_of(again.add_job(job, checkpoints, None, has_begun=True)) == expected
-    (checkpoints / COPY).unlink()
+    (checkpoints / COPY_FILE).unlink()
     assert again.add_job(job, checkpoints, None, has_begun=True) is None
     # At step 0 its adapter, read from a checkpoint, still is the one that it started from.
     assert again.add_job(job, checkpoints, None, has_begun=False) is job

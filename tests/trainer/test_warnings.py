@@ -176,7 +176,7 @@ def test_a_slow_run_is_told_once_and_not_of_single_short_windows():
 
 def test_a_slow_run_tells_it_once(tmp_path, monkeypatch):
     """A tiny model takes far longer than its products would at the speed of the data sheet."""
-    monkeypatch.setattr(warnings, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(warnings, "MIN_COMPARED_SECONDS", 0.0)
     monkeypatch.setattr(CpuLoad, "other_cores", lambda self: float(psutil.cpu_count() or 1))
     rows = bench.rows(bench.samples(8))
     slow = JobSpec(name="a", data=rows, steps=6, batch_size=2, eval={"fraction": 0.3, "every": 2})

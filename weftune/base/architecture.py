@@ -1,4 +1,5 @@
-"""The sizes of a base from its config.json alone: the same ModelShape as from the loaded model."""
+"""The sizes of a base (a `ModelShape`), computed from its config.json alone. They equal those of the loaded
+model."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ count."""
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer that consists of these linears, these experts, and `other_parameters` further
-    parameters."""
+    """Return a layer with these linears and experts, and with `other_parameters` parameters besides
+    theirs."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -65,8 +66,8 @@ class _Parts:
 
 
 DEFAULTS: Mapping[str, Config] = {
-    **{family: facts.config for family, facts in DECODERS.items()},
-    **{family: facts.attention.config for family, facts in MIXTURES.items()},
+    **{family: structure.config for family, structure in DECODERS.items()},
+    **{family: structure.attention.config for family, structure in MIXTURES.items()},
     "opt": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
@@ -164,10 +165,13 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
 def has_half_layers(config: Config) -> bool:
     """Return whether the layers of a base with this config.json can run in two halves (attention and
     feed-forward), so that the sums over shards of one microbatch overlap with the computation of another.
-    Only fused layers can."""
+    This requires fused layers."""
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
-    facts = DECODERS.get(str(text.get("model_type")))
-    return facts is not None and text.get(facts.activation_key, facts.activations[0]) in facts.activations
+    structure = DECODERS.get(str(text.get("model_type")))
+    return (
+        structure is not None
+        and text.get(structure.activation_key, structure.activations[0]) in structure.activations
+    )
 
 
 def refuse_family_on_shards(family: str, name: str) -> None:
@@ -240,49 +244,52 @@ def _configured_values(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _decoder_parts(facts: DecoderFacts, config: Config) -> _Parts:
+def _decoder_parts(structure: DecoderFacts, config: Config) -> _Parts:
     """Return the layers and other parameters of a Llama-like model. Each layer has q, k, v and o, then gate,
     up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    bias = facts.uses_biases and bool(config["mlp_bias"])
-    gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    linears = _attention_linears(facts, config)
-    linears += [(name, hidden, out, bias) for name, out in zip(facts.gate_up, gate_up, strict=True)]
-    linears.append((facts.down, inner, hidden, bias))
-    layer = _layer_sites(linears, _norm_parameters(facts, config))
+    bias = structure.uses_biases and bool(config["mlp_bias"])
+    gate_up = (inner, inner) if len(structure.gate_up) == 2 else (2 * inner,)
+    linears = _attention_linears(structure, config)
+    linears += [(name, hidden, out, bias) for name, out in zip(structure.gate_up, gate_up, strict=True)]
+    linears.append((structure.down, inner, hidden, bias))
+    layer = _layer_sites(linears, _norm_parameters(structure, config))
     return _Parts(
-        hidden, (layer,) * int(config["num_hidden_layers"]), _end_parameters(config, hidden) + hidden
+        hidden, (layer,) * int(config["num_hidden_layers"]), _vocabulary_parameters(config, hidden) + hidden
     )
 
 
-def _attention_linears(facts: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
+def _attention_linears(structure: DecoderFacts, config: Config) -> list[tuple[str, int, int, bool]]:
     hidden = int(config["hidden_size"])
     _, wide, narrow = _head_counts(config)
-    bias = facts.uses_biases and bool(config["attention_bias"])
-    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
-    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
-    linears = [(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    bias = structure.uses_biases and bool(config["attention_bias"])
+    qkv_bias = bias if structure.qkv_bias is None else structure.qkv_bias
+    qkv = (wide, narrow, narrow) if len(structure.qkv) == 3 else (wide + 2 * narrow,)
+    linears = [(name, hidden, out, qkv_bias) for name, out in zip(structure.qkv, qkv, strict=True)]
     linears.insert(
-        0 if facts.is_output_first else len(linears), (facts.output_projection, wide, hidden, bias)
+        0 if structure.is_output_first else len(linears), (structure.output_projection, wide, hidden, bias)
     )
     return linears
 
 
-def _norm_parameters(facts: DecoderFacts, config: Config) -> int:
+def _norm_parameters(structure: DecoderFacts, config: Config) -> int:
     head, _, _ = _head_counts(config)
-    return len(facts.norms) * int(config["hidden_size"]) + (2 * head if facts.head_norms else 0)
+    return len(structure.norms) * int(config["hidden_size"]) + (2 * head if structure.head_norms else 0)
 
 
-def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
+def _mixture_parts(structure: MixtureFacts, config: Config) -> _Parts:
     """Return the layers and other parameters of a mixture of experts. Each layer has Llama-like attention,
     then a router and experts or, in some models, an MLP that cannot be adapted."""
     hidden, inner, layers = (
-        int(config[key]) for key in ("hidden_size", facts.inner_width_key, "num_hidden_layers")
+        int(config[key]) for key in ("hidden_size", structure.inner_width_key, "num_hidden_layers")
     )
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    attention, norms = _attention_linears(facts.attention, config), _norm_parameters(facts.attention, config)
+    attention, norms = (
+        _attention_linears(structure.attention, config),
+        _norm_parameters(structure.attention, config),
+    )
     experts = (
         SiteShape(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active_matrices=active),
         SiteShape(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active_matrices=active),
@@ -290,7 +297,7 @@ def _mixture_parts(facts: MixtureFacts, config: Config) -> _Parts:
     sparse = _layer_sites(attention, norms + count * hidden, experts)
     dense = _layer_sites(attention, norms + 3 * hidden * int(config["intermediate_size"]))
     found = tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers))
-    return _Parts(hidden, found, _end_parameters(config, hidden) + hidden)
+    return _Parts(hidden, found, _vocabulary_parameters(config, hidden) + hidden)
 
 
 def _head_counts(config: Config) -> tuple[int, int, int]:
@@ -300,7 +307,7 @@ def _head_counts(config: Config) -> tuple[int, int, int]:
     return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
 
 
-def _end_parameters(config: Config, hidden: int) -> int:
+def _vocabulary_parameters(config: Config, hidden: int) -> int:
     """Return the number of parameters of the embedding plus, unless they are tied, those of the output
     layer."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
@@ -323,7 +330,7 @@ def _opt_parts(config: Config) -> _Parts:
     return _Parts(
         hidden,
         (layer,) * int(config["num_hidden_layers"]),
-        _end_parameters(config, word) + positions + last,
+        _vocabulary_parameters(config, word) + positions + last,
         layers_path="model.decoder.layers",
         embedding_projections=projections if word != hidden else (),
     )
@@ -339,7 +346,9 @@ def _gpt2_parts(config: Config) -> _Parts:
         ("mlp.c_proj", inner, hidden, True),
     )
     layer = _layer_sites(linears, 4 * hidden, transposed=True)
-    outer_parameter_count = _end_parameters(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
+    outer_parameter_count = (
+        _vocabulary_parameters(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden
+    )
     return _Parts(
         hidden, (layer,) * int(config["n_layer"]), outer_parameter_count, layers_path="transformer.h"
     )
@@ -377,12 +386,12 @@ def _qwen3_5_parts(config: Config) -> _Parts:
     full = _layer_sites((*attention, *mlp), 2 * hidden + 2 * head)
     linear = _layer_sites((*delta_net, *mlp), 2 * hidden + mixer)
     layers = tuple(full if kind == "full_attention" else linear for kind in kinds[:number])
-    return _Parts(hidden, layers, _end_parameters(config, hidden) + hidden)
+    return _Parts(hidden, layers, _vocabulary_parameters(config, hidden) + hidden)
 
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
-    **{family: partial(_decoder_parts, facts) for family, facts in DECODERS.items()},
-    **{family: partial(_mixture_parts, facts) for family, facts in MIXTURES.items()},
+    **{family: partial(_decoder_parts, structure) for family, structure in DECODERS.items()},
+    **{family: partial(_mixture_parts, structure) for family, structure in MIXTURES.items()},
     "opt": _opt_parts,
     "gpt2": _gpt2_parts,
     "qwen3_5_text": _qwen3_5_parts,

@@ -26,10 +26,10 @@ from weftune.errors import BaseModelError
 
 NAME = "weftune"
 
-LONG_SAMPLE = 4096
+MIN_SEPARATED_ROWS = 4096
 """Minimum mean number of rows per sample for which the attention of every sample is a separate kernel
 launch."""
-HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
+IGNORED_OPTIONS = frozenset({"position_ids", "cache_position", "position_embeddings"})
 """Keyword arguments of attention that `attend` ignores, because they took effect before it is called."""
 
 
@@ -58,11 +58,12 @@ class KeyValueCache(Protocol):
 
     @property
     def states(self) -> Sequence[dict[int, tuple[Tensor, Tensor]]]:
-        """For each sample, a dict from a layer number to the layer's recurrent state; empty before the
-        sample's first pass."""
+        """For each sample, a dict from layer number to the layer's recurrent state. The dict is empty before
+        the sample's first pass."""
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
-        """Add the keys and values to the cache, and compute the attention of the rows, [T, H, D]."""
+        """Add the keys and values of the pack's rows to the cache. Return the attention of these rows to all
+        cached rows of their samples, [T, H, D]."""
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -75,8 +76,9 @@ class Prefixes:
     """Prefix keys and values of the samples of a pack. All samples of one job have equally many."""
 
     runs: tuple[SampleRun, ...]
-    """Runs that cover all samples of the pack, in order."""
-    read: ReadKeys
+    """Groups of consecutive samples that together cover the pack, in order. A group has the samples of one
+    job with prefix keys, or samples without any."""
+    read_keys: ReadKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,13 @@ class GatheredPrefixes:
     samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys and
     with unused rows of zeros."""
 
-    read: ReadKeys
+    read_keys: ReadKeys
     pack: Pack
     """Boundaries of the samples, with their prefix keys, in the Z rows."""
     source_Z: Tensor
     """For each of the Z rows, the index of the pack's row that it copies. Arbitrary for rows that are not a
     copy."""
-    is_row_Z: Tensor
+    is_copy_Z: Tensor
     """Whether each of the Z rows is a copy of a row of the pack."""
     prefix_key_indices: tuple[Tensor, ...]
     """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
@@ -112,7 +114,7 @@ class SampleRun:
     rows_T: Tensor | None = None
     """Indices of the samples' rows in `pack`. None if the samples have no prefix keys."""
     keys_T: Tensor | None = None
-    """Indices of the prefix keys in `pack`."""
+    """Indices of the prefix keys in `pack`. None if the samples have no prefix keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,11 @@ class Rule:
 def pack(lengths: Sequence[int], device: torch.device) -> Pack:
     boundaries = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     even = len(set(lengths)) == 1
-    apart = not even and sum(lengths) >= LONG_SAMPLE * len(lengths)
+    apart = not even and sum(lengths) >= MIN_SEPARATED_ROWS * len(lengths)
     return Pack(tuple(lengths), boundaries, max(lengths), even, apart)
 
 
-def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read: ReadKeys) -> Pack:
+def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read_keys: ReadKeys) -> Pack:
     """Return the pack with counts[i] prefix keys before sample i. `jobs` contains, for each job with prefix
     keys, the range of its samples."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
@@ -143,7 +145,7 @@ def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], re
         if own := packed.lengths[job]:
             runs.append(_run_with_prefixes(own, counts[job.start], device))
             sample = job.stop
-    return replace(packed, prefixes=Prefixes(tuple(runs), read))
+    return replace(packed, prefixes=Prefixes(tuple(runs), read_keys))
 
 
 def _run_with_prefixes(lengths: Sequence[int], count: int, device: torch.device) -> SampleRun:
@@ -213,7 +215,7 @@ def attend_with_prefixes(
     assert prefixes is not None
     if isinstance(prefixes, GatheredPrefixes):
         return _attend_gathered(q_THD, k_TGD, v_TGD, replace(pack, prefixes=None), prefixes, rule, layer)
-    before, seen = iter(prefixes.read(layer)), list[Tensor]()
+    before, seen = iter(prefixes.read_keys(layer)), list[Tensor]()
     # `split`, not slices: its backward writes each gradient once.
     parts = (x.split([run.rows for run in prefixes.runs]) for x in (q_THD, k_TGD, v_TGD))
     for run, q, k, v in zip(prefixes.runs, *parts, strict=True):
@@ -243,24 +245,25 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """Return the attention, [T, H, D]. It is computed for all rows without prefix keys; the results of
-    samples that have prefix keys are then replaced by results that include these keys."""
-    q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _LaidAgain.apply(prefixes, q_THD, k_TGD, v_TGD)
+    """Return the attention, [T, H, D], of a pack in which some samples have prefix keys. All rows are
+    computed without prefix keys first; the results of samples with prefix keys are then replaced by results
+    that include these keys."""
+    q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _CopyRows.apply(prefixes, q_THD, k_TGD, v_TGD)
     unprefixed_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
-    for (keys_PN, values_PN), at in zip(prefixes.read(layer), prefixes.prefix_key_indices, strict=True):
+    for (keys_PN, values_PN), at in zip(prefixes.read_keys(layer), prefixes.prefix_key_indices, strict=True):
         k_ZGD, v_ZGD = _insert_prefix_rows(k_ZGD, keys_PN, at), _insert_prefix_rows(v_ZGD, values_PN, at)
     attended_ZHD = attend_packed(q_ZHD, k_ZGD, v_ZGD, prefixes.pack, rule)
-    seen_THD: Tensor = _Replaced.apply(prefixes, unprefixed_THD, attended_ZHD)
+    seen_THD: Tensor = _ReplaceRows.apply(prefixes, unprefixed_THD, attended_ZHD)
     return seen_THD
 
 
-class _LaidAgain(torch.autograd.Function):
+class _CopyRows(torch.autograd.Function):
     """An autograd function that returns its input tensors unchanged, together with copies of the rows of
     samples that have prefix keys.
 
-    `_Replaced` discards the attention of the original rows, so their gradients are zero. The backward
-    therefore overwrites these zeros with the gradients of the copy, instead of adding two tensors of the size
-    of the pack.
+    The attention of the original rows is later discarded (by `_ReplaceRows`), so their gradients are zero.
+    The backward therefore overwrites these zeros with the gradients of the copies, instead of adding two
+    tensors of the size of the pack.
     """
 
     @staticmethod
@@ -278,7 +281,7 @@ class _LaidAgain(torch.autograd.Function):
         return None, *own
 
 
-class _Replaced(torch.autograd.Function):
+class _ReplaceRows(torch.autograd.Function):
     """An autograd function that replaces attention without prefix keys by attention with prefix keys, in the
     rows of samples that have them."""
 
@@ -299,7 +302,7 @@ class _Replaced(torch.autograd.Function):
 
 def _gather_rows(x_TGD: Tensor, prefixes: GatheredPrefixes) -> Tensor:
     taken_ZGD = x_TGD.index_select(0, prefixes.source_Z)
-    return torch.where(prefixes.is_row_Z[:, None, None], taken_ZGD, 0.0)
+    return torch.where(prefixes.is_copy_Z[:, None, None], taken_ZGD, 0.0)
 
 
 def _insert_prefix_rows(x_ZGD: Tensor, prefix_PN: Tensor, indices: Tensor) -> Tensor:
@@ -323,15 +326,15 @@ def refuse_other_options(module: str, options: dict[str, Any]) -> None:
     """Raise BaseModelError if attention is called with an unknown option, such as attention sinks or position
     biases, which would change the result."""
     given = {name for name, value in options.items() if value is not None and value is not False}
-    if unknown := [name for name in options if name in given - HARMLESS]:
+    if unknown := [name for name in options if name in given - IGNORED_OPTIONS]:
         raise BaseModelError(
             f"{module} asks its attention for {', '.join(unknown)}, which Weftune does not know."
         )
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Return the attention, [1, T, H, D], computed sample by sample. The rows are split by `split`, since its
-    backward writes each gradient only once."""
+    """Return the attention, [1, T, H, D], computed sample by sample. `torch.split` separates the samples,
+    since its backward writes each gradient only once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
@@ -384,9 +387,9 @@ def _shared_mask(
 ) -> Tensor:
     """Return a mask, [T, L], that is added to the attention scores of the last T rows of a sample.
 
-    PyTorch keeps the mask for the backward, so all chunks and layers should share its memory. A mask depends
-    only on the distances to its last row and key. The result is therefore the lower right corner of a larger
-    mask, which is cached.
+    PyTorch keeps the mask for the backward, so all chunks and layers should share its memory. The mask of a
+    row and a key depends only on their distances to the last row and the last key. The result is therefore
+    the lower right corner of a larger mask, which is cached.
     """
     all_rows, all_keys = (1 << (count - 1).bit_length() for count in (rows, length))
     return _largest_mask(all_rows, all_keys, window, dtype, device)[-rows:, -length:]
@@ -466,7 +469,7 @@ def attend_with_kernel(
     # The kernel's left window does not count the row itself. (-1, 0) is torch's notation for plain causal.
     left = -1 if rule.window is None or rule.window >= keys.max_length else rule.window - 1
     # torch 2.11 detects grouped heads itself; later versions need the argument.
-    kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
+    kernel = partial(varlen_attn, enable_gqa=True) if has_grouped_heads_option() else varlen_attn
     out_THD = kernel(
         q_THD,
         k_TGD,
@@ -483,7 +486,7 @@ def attend_with_kernel(
 
 
 @cache
-def names_grouped_heads() -> bool:
+def has_grouped_heads_option() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,5 +1,5 @@
-"""Rules for which models can be a base: known families, refused kinds, and a check at load that packed
-samples get the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base: known families, unsupported model types, and a check at load that
+packed samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -23,7 +23,7 @@ from weftune.errors import BaseModelError, UserError
 if TYPE_CHECKING:
     from weftune.base.model import Base
 
-KNOWN = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
+KNOWN_MODEL_TYPES = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
 """Model types that the tests cover. A model of another type is accepted if it passes the check at load."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -32,7 +32,7 @@ SUPPORTED_MODELS = (
     "Weftune trains dense text-only causal language models, and of mixtures of experts "
     f"{' and '.join(MIXTURES)}."
 )
-RESET_PER_SAMPLE = frozenset({"qwen3_5_text"})
+RESETTABLE_MODEL_TYPES = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers are reset at the start of every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
 """Config keys whose value is a list with the type of each layer."""
@@ -42,8 +42,8 @@ RECURRENT = frozenset(
 OTHER_MODALITIES = {"vision_config": "vision", "audio_config": "audio"}
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Maps the base's dtype to the largest allowed `logit_distance` between packed and separate samples. Rows
-that attend to another sample, or have a wrong position, exceed this limit by far; rounding errors, also those
-of eager attention, stay far below it."""
+that attend to another sample, or have a wrong position, exceed this limit by far; rounding errors, including
+those of eager attention, are far smaller."""
 
 CHEAP_WINDOW = 64
 """Largest sliding window, in tokens, that the check at load covers for a known model family. Longer windows
@@ -58,7 +58,7 @@ def refuse_config(config: PretrainedConfig, name: str) -> None:
         raise BaseModelError(f"{name} is {kind}; {SUPPORTED_MODELS}")
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(f"{name} has quantised weights; name the unquantised model as the base instead.")
-    if config.model_type not in RESET_PER_SAMPLE and (layers := recurrent_layers(config)):
+    if config.model_type not in RESETTABLE_MODEL_TYPES and (layers := recurrent_layers(config)):
         raise BaseModelError(
             f"{name} ({config.model_type}) has {layers} layers, whose state would flow from one sample of a "
             "pack into the next one, so Weftune cannot train on it."
@@ -103,7 +103,7 @@ def find_unsupported_kind(config: PretrainedConfig) -> str | None:
 def check_packing(base: Base, attention_name: str) -> None:
     """Raise BaseModelError if a forward of packed samples gives other logits than a forward of each sample
     with transformers' attention `attention_name`."""
-    name, known = base.spec.model, base.model.config.model_type in KNOWN
+    name, known = base.spec.model, base.model.config.model_type in KNOWN_MODEL_TYPES
     samples = [sample_tokens(length, base) for length in sample_lengths(base, known)]
     routing = Routing(base.model)
     try:

@@ -3,8 +3,8 @@
 Long samples are cut into chunks of consecutive rows. The chunks of a sample run forward in order and backward
 in reverse. A chunk attends to its own keys and values and those of the earlier chunks, which are kept in one
 buffer per sample and layer. The backward of a chunk adds to the gradients of all keys and values that the
-chunk attended to. All later chunks have then added their part already, so the gradients of the chunk's own
-keys and values are complete.
+chunk attended to. Since the backwards of all later chunks precede it, the gradients of the chunk's own keys
+and values are then complete.
 
 Shapes: T rows of a chunk, L keys of the sample up to the end of a chunk, H query heads, G key and value
 heads, D width of a head, P prefix keys, N width of all key heads.
@@ -71,7 +71,7 @@ class SampleKeys:
     """Number of rows of the whole sample."""
     layers: dict[int, LayerKeys] = field(default_factory=dict)
 
-    def layer(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
+    def layer_keys(self, number: int, prefix_rows: int, k_TGD: Tensor, v_TGD: Tensor) -> LayerKeys:
         """Return the keys and values of a layer. The first call allocates them, with room for all rows of the
         sample and for `prefix_rows` prefix keys."""
         if number not in self.layers:
@@ -100,7 +100,7 @@ class ChunkKeys:
         raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
-        memory = self._sample.layer(layer, self._prefix_keys, k_TGD, v_TGD)
+        memory = self._sample.layer_keys(layer, self._prefix_keys, k_TGD, v_TGD)
         first = self._prefix_keys + self._start
         if self._start == 0 and self._read_prefix is not None:
             ((keys_PN, values_PN),) = self._read_prefix(layer)
@@ -125,18 +125,18 @@ class _ChunkAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         memory: LayerKeys,
-        first: int,
+        first_row: int,
         rule: Rule,
         anchor: Tensor,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
     ) -> Tensor:
-        memory.write(first, k_TGD, v_TGD)
-        stop = first + len(k_TGD)
+        memory.write(first_row, k_TGD, v_TGD)
+        stop = first_row + len(k_TGD)
         # The first row of the chunk attends to no earlier key.
         reach = stop if rule.window is None else len(q_THD) + rule.window - 1
-        ctx.memory, ctx.own, ctx.read = memory, slice(first, stop), slice(max(0, stop - reach), stop)
+        ctx.memory, ctx.own, ctx.read = memory, slice(first_row, stop), slice(max(0, stop - reach), stop)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             given = q_THD.detach().requires_grad_(), *memory.read(ctx.read)
             seen_THD = attend_to_earlier(*given, rule)

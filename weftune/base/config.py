@@ -27,7 +27,7 @@ from weftune.errors import BaseModelError
 CONFIG = "config.json"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 SAFETENSORS = ".safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 """File endings of weight formats that are refused."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -71,15 +71,15 @@ def bytes_per_value(spec: BaseSpec, on_gpu: bool) -> int:
 def model_folder(spec: BaseSpec) -> str:
     """Return the base's local folder or its Hub id. Raise if the base would have to be converted first."""
     if spec.model == DEMO:
-        return _converted_file(cache_folder() / "demo", "*", spec)
+        return _converted_folder(cache_folder() / "demo", "*", spec)
     path = Path(spec.model).expanduser()
     if path.suffix.lower() == ".gguf":
-        return _converted_file(cache_folder() / "gguf", f"{path.stem}-*", spec)
+        return _converted_folder(cache_folder() / "gguf", f"{path.stem}-*", spec)
     return local_folder(spec) or spec.model
 
 
 def local_folder(spec: BaseSpec) -> str | None:
-    """Return the model folder that the spec names, or None if it names no folder."""
+    """Return the model folder that the spec names, or None if it names no existing folder."""
     path = Path(spec.model).expanduser()
     if not path.is_dir():
         return None
@@ -95,9 +95,9 @@ def refuse_missing_base(spec: BaseSpec) -> None:
         raise BaseModelError(sentence)
 
 
-def _converted_file(folder: Path, pattern: str, spec: BaseSpec) -> str:
+def _converted_folder(folder: Path, pattern: str, spec: BaseSpec) -> str:
     """Return the newest cached folder into which the base's GGUF file was converted. Raise BaseModelError if
-    there is none: a conversion needs torch, which this module does not import."""
+    there is none, since a conversion needs torch, which this module does not import."""
     made = [
         file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
     ]
@@ -136,7 +136,7 @@ def refuse_unsafe_files(folder: Path, name: str) -> None:
             f"The folder {name} holds an {ADAPTER_CONFIG}: as a base, name the model that the adapter is for."
         )
     names = sorted(path.name for path in folder.iterdir())
-    pickles = [one for one in names if one.lower().endswith(PICKLES)]
+    pickles = [one for one in names if one.lower().endswith(PICKLE_SUFFIXES)]
     if pickles and not any(one.endswith(SAFETENSORS) for one in names):
         raise no_safetensors_error(name, pickles[0])
 
@@ -154,8 +154,8 @@ def no_safetensors_error(name: str, found_format: str | None = None) -> BaseMode
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the index of a model whose weights are in several files, and return a dict from tensor name to
-    file name. Raise BaseModelError if the index is damaged or names a file outside its folder."""
+    """Return a dict from tensor name to file name, from `index`, the index file of a model whose weights are
+    in several files. Raise BaseModelError if the index is damaged or names a file outside its folder."""
     try:
         values: Any = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:

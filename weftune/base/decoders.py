@@ -145,28 +145,30 @@ DECODERS: Mapping[str, DecoderFacts] = {
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
     """Return how many more values per token a fused layer of this family keeps for its backward than a Llama
     layer with the same linears. 0 if the family's layers are not fused."""
-    if (facts := DECODERS.get(family)) is None:
+    if (structure := DECODERS.get(family)) is None:
         return 0
 
     def outputs(name: str) -> int:
         return next((site.out_features for site in sites if site.name.endswith(f".{name}")), 0)
 
     # The memory model counts the input of every linear: one in the place of three counts two less.
-    inputs = (3 - len(facts.qkv)) + (2 - len(facts.gate_up))
+    inputs = (3 - len(structure.qkv)) + (2 - len(structure.gate_up))
     # A norm keeps its input.
-    branches = sum(name is not None for name in (facts.norm_after_attention, facts.norm_after_mlp))
-    heads = sum(map(outputs, facts.qkv)) if facts.head_norms else 0
-    return heads + (inputs + branches) * outputs(facts.output_projection)
+    branches = sum(name is not None for name in (structure.norm_after_attention, structure.norm_after_mlp))
+    heads = sum(map(outputs, structure.qkv)) if structure.head_norms else 0
+    return heads + (inputs + branches) * outputs(structure.output_projection)
 
 
 def query_width(family: str, sites: Sequence[SiteShape]) -> int:
     """Return the number of values per token of all query heads, which is the width of attention's output. 0
     if the family's layers are not fused."""
     mixture = MIXTURES.get(family)
-    facts = DECODERS.get(family) if mixture is None else mixture.attention
-    if facts is None:
+    structure = DECODERS.get(family) if mixture is None else mixture.attention
+    if structure is None:
         return 0
-    return next((site.in_features for site in sites if site.name.endswith(f".{facts.output_projection}")), 0)
+    return next(
+        (site.in_features for site in sites if site.name.endswith(f".{structure.output_projection}")), 0
+    )
 
 
 # -- mixtures of experts: a router sends every token to a few experts --------------------------------------
@@ -249,7 +251,7 @@ SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Maps a text tower without its own causal model class to the family that computes the same on text, and
 default values that differ. (Qwen3-VL rotates by three positions, which are equal for text.)"""
-ROTATES_IMAGES = ("mrope_section", "mrope_interleaved")
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 """Config keys of the rotary embedding that have no effect on text."""
 
 

@@ -77,14 +77,14 @@ class PackedDeltaNet:
 
     def _mix_rows(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
-        found: dict[int, Tensor] = {}
+        output_by_sample: dict[int, Tensor] = {}
         for together in group_by_chunk_count(lengths):
             qkv_SLN, beta_SLH, decay_SLH = (
                 pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3)
             )
             mixed_SLHV, _ = self._mix_batch(qkv_SLN, beta_SLH, decay_SLH)
-            found |= {i: mixed_SLHV[at, : lengths[i]] for at, i in enumerate(together)}
-        return torch.cat([found[i] for i in range(len(lengths))])
+            output_by_sample |= {i: mixed_SLHV[at, : lengths[i]] for at, i in enumerate(together)}
+        return torch.cat([output_by_sample[i] for i in range(len(lengths))])
 
     def _samples(
         self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]
@@ -101,9 +101,9 @@ class PackedDeltaNet:
         lengths: Sequence[int],
         states: Sequence[dict[int, tuple[Tensor, Tensor]]],
     ) -> Tensor:
-        """Return the outputs of samples whose earlier rows were computed in previous passes. Every sample
-        continues from its cached state, the last inputs of the convolution and the matrix of the recurrence,
-        which is then replaced."""
+        """Return the outputs of samples whose earlier rows were computed in previous passes. Each sample
+        continues from its cached state (the last inputs of the convolution and the matrix of the recurrence),
+        which is then replaced by its new state."""
         module, found = self._module, []
         samples = self._samples(qkv_TN, b_TH, a_TH, lengths)
         for (qkv_LN, beta_LH, decay_LH), state in zip(samples, states, strict=True):
@@ -175,7 +175,7 @@ def deterministic_sums() -> AbstractContextManager[object]:
 def group_by_chunk_count(lengths: Sequence[int]) -> list[list[int]]:
     """Return the indices of samples, grouped by their number of chunks: samples of one group can be a batch
     without more padding than each needs alone."""
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
-        found.setdefault(-(-length // CHUNK), []).append(index)
-    return list(found.values())
+        groups.setdefault(-(-length // CHUNK), []).append(index)
+    return list(groups.values())

@@ -40,7 +40,8 @@ from weftune.core.files import cache_folder, set_file_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 
 FORMAT = 1
-"""Version in every cache key. Increase it when a conversion writes different files than before."""
+"""Version number of converted folders, which is part of every cache key. Increase it when a conversion writes
+different files than before."""
 
 CHECKSUMS = "checksums.json"
 """Name of the file with the checksums of all other files of a converted folder."""
@@ -85,8 +86,9 @@ def fingerprint(file: Path) -> str:
 
 
 def convert_into(folder: Path, file: Path) -> Path:
-    """Convert `file` into `folder` unless it exists and is intact. If several processes convert the file, the
-    first one to rename its folder wins, and no process sees an incomplete folder."""
+    """Convert the GGUF file `file` into the model folder `folder`, unless this exists and is intact. If
+    several processes convert the file, the first one to rename its folder wins, and no process sees an
+    incomplete folder."""
     bad = find_damaged_file(folder) if folder.is_dir() else ""
     if folder.is_dir() and not bad:
         return folder
@@ -112,8 +114,9 @@ def convert_into(folder: Path, file: Path) -> Path:
 
 
 def find_damaged_file(folder: Path) -> str:
-    """Return the name of a file of a converted folder whose checksum does not match, or "". All bytes are
-    read, which also caches them for loading. A folder without checksums counts as damaged."""
+    """Return the name of a file of a converted folder whose checksum does not match, or "" if all files are
+    intact. All bytes are read, which also caches them for loading. A folder without checksums counts as
+    damaged."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
         return _find_damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
@@ -136,7 +139,8 @@ def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -
 
 
 def file_checksums(path: Path) -> list[int]:
-    """Return the CRC32 of every PIECE_BYTES of a file, computed in threads: zlib releases the GIL."""
+    """Return the CRC32 checksum of each piece of PIECE_BYTES bytes of a file. Threads compute them in
+    parallel."""
 
     def checksum(start: int) -> int:
         with path.open("rb") as file:
@@ -227,9 +231,7 @@ def write_model(model: PreTrainedModel, folder: Path) -> None:
         del model.config.quantization_config
     model.config.save_pretrained(folder)
     # `named_parameters` yields a tied weight once, under the name that loading expects.
-    weights = {
-        name: to_narrowest_dtype(weight.detach()).contiguous() for name, weight in model.named_parameters()
-    }
+    weights = {name: narrow_weight(weight.detach()).contiguous() for name, weight in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -249,7 +251,7 @@ def restore_tokenizer_rule(tokenizer: PreTrainedTokenizerBase, pre_tokenizer: st
         )
 
 
-def to_narrowest_dtype(weight: Tensor) -> Tensor:
+def narrow_weight(weight: Tensor) -> Tensor:
     """Return the weight in the narrowest dtype that represents it exactly. Dequantised blocks (scale ·
     integer + minimum) need float32; weights that were stored with 16 bits get 16 bits again."""
     for dtype in (torch.bfloat16, torch.float16):

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from weftune.base.check import refuse_config
 from weftune.base.config import local_folder, no_safetensors_error, refuse_missing_base
-from weftune.base.decoders import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
+from weftune.base.decoders import IMAGE_ROPE_KEYS, SAME_ON_TEXT, WRAPPERS, name_with_wrapper
 from weftune.base.gguf import FORMAT, convert_cached, convert_into
 from weftune.base.model import Base
 from weftune.base.quant.linear import quantise_linears, replace_linears
@@ -193,7 +193,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             raise no_safetensors_error(spec.model)
         if config.is_wrapped or config.quantisation:
             return _load_tensors(spec, config, files, device)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config.text_config,
             revision=spec.revision,
@@ -203,8 +203,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    model, found = loaded
-    _refuse_missing(spec, config, found["missing_keys"])
+    model, found = model_and_report
+    _refuse_missing_weights(spec, config, found["missing_keys"])
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -218,7 +218,7 @@ def _load_tensors(
     missing = missing_parameters(model, files)
     if missing and config.quantisation and not (config.is_wrapped or config.quantisation.is_stored):
         return _load_and_quantise(spec, config, device)
-    _refuse_missing(spec, config, missing)
+    _refuse_missing_weights(spec, config, missing)
     read_weights(model, files, device)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(
@@ -228,8 +228,8 @@ def _load_tensors(
 
 
 def _load_and_quantise(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
-    """Load with transformers, then quantise. Transformers maps names in the files that differ from the
-    model's, but all plain weights are in host memory first."""
+    """Load a model with transformers, then quantise its linears. Transformers can load files whose weight
+    names differ from the model's, but needs host memory for all unquantised weights."""
     assert config.quantisation is not None
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
@@ -248,7 +248,7 @@ def empty_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | Non
     return model
 
 
-def _refuse_missing(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
+def _refuse_missing_weights(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
     if names:
         raise BaseModelError(
             f"The files of {spec.model} lack {len(names)} weights of a {config.text_config.model_type} "
@@ -301,7 +301,7 @@ def _causal_model_config(text: PretrainedConfig) -> PretrainedConfig:
     values = text.to_dict()
     family, _ = SAME_ON_TEXT[values.pop("model_type")]
     rope = values.get("rope_parameters") or {}
-    values["rope_parameters"] = {key: value for key, value in rope.items() if key not in ROTATES_IMAGES}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if key not in IMAGE_ROPE_KEYS}
     return AutoConfig.for_model(family, **values)
 
 

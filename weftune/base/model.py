@@ -217,8 +217,9 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 
 
 def copy_config(model: PreTrainedModel) -> None:
-    """Replace the model's config, which transformers shares by reference, by a copy with options for mixtures
-    of experts."""
+    """Replace the model's config by a copy, since transformers shares configs by reference. In a mixture of
+    experts, disable the output of the routers' logits, which no loss uses, and compute float64 experts
+    without grouped products."""
     shared, own = model.config, copy.deepcopy(model.config)
     if own.model_type in MIXTURES:
         # There is no loss on the routers' logits, and torch has no grouped products in float64.

@@ -1,4 +1,5 @@
-"""The context of a base by its config, and its extension by rope scaling. It does not import torch."""
+"""The context of a base (the maximum number of tokens per sample) according to its config, and its extension
+by RoPE scaling. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ Config = Mapping[str, Any]
 
 LONG_ROPE = ("longrope", "su")
 """Names of the rope type LongRoPE in config.json; "su" is used in early files."""
-FULL = "full_attention"
+FULL_ATTENTION_KEY = "full_attention"
 """Key of the RoPE parameters of full-attention layers, in bases whose layers have different RoPE
 parameters."""
-LEARNED = ("gpt2", "opt")
+LEARNED_POSITION_FAMILIES = ("gpt2", "opt")
 """Families with learned position embeddings, whose context cannot be longer than in pretraining."""
-LONG_ROPE_ONLY = ("phi3",)
+LONG_ROPE_FAMILIES = ("phi3",)
 """Families for which transformers accepts no other rope scaling than LongRoPE."""
 SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
 
@@ -35,7 +36,7 @@ def context_length(config: Config) -> int:
 def unscaled_context(config: Config) -> int | None:
     """Return the context in tokens before any rope scaling. The `factor` of a rope scaling multiplies this
     number. None if the context cannot be extended."""
-    if config.get("model_type") in (*LEARNED, *LONG_ROPE_ONLY):
+    if config.get("model_type") in (*LEARNED_POSITION_FAMILIES, *LONG_ROPE_FAMILIES):
         return None
     return round(_original_context(config))
 
@@ -61,7 +62,7 @@ def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
     same = _rope_type(own) in ("default", scaling.rope_type)
     longest = max(_position_count(config) if same else 0, int(original * scaling.factor))
     return {
-        "rope_parameters": {**rope, FULL: changed} if FULL in rope else changed,
+        "rope_parameters": {**rope, FULL_ATTENTION_KEY: changed} if FULL_ATTENTION_KEY in rope else changed,
         "max_position_embeddings": longest,
     }
 
@@ -76,9 +77,9 @@ def no_rope_error(family: str, spec: BaseSpec) -> BaseModelError:
 def _refuse_unscalable(config: Config, spec: BaseSpec) -> None:
     assert spec.rope_scaling is not None
     family, own = config.get("model_type"), _full_attention_rope(config)
-    if family in LEARNED:
+    if family in LEARNED_POSITION_FAMILIES:
         raise no_rope_error(str(family), spec)
-    if family in LONG_ROPE_ONLY:
+    if family in LONG_ROPE_FAMILIES:
         raise BaseModelError(
             f"base.rope_scaling: transformers scales {family} models with longrope only, so the positions of "
             f"{spec.model} cannot be scaled here; leave it out."
@@ -98,7 +99,7 @@ def _rope_values(config: Config) -> Mapping[str, Any]:
 
 def _full_attention_rope(config: Config) -> Mapping[str, Any]:
     """Return the RoPE parameters of the full-attention layers."""
-    return _rope_values(config).get(FULL) or _rope_values(config)
+    return _rope_values(config).get(FULL_ATTENTION_KEY) or _rope_values(config)
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

@@ -18,8 +18,8 @@ from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from module path to linear, without the output layer. In a mixture of experts, linears
-    outside attention, which a few layers may have, are left out: PEFT would take their names for those of
+    """Return a dict from module path to linear. The output layer is left out and, in a mixture of experts, so
+    are linears outside attention, which a few layers may have: PEFT would take their names for those of
     experts."""
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
@@ -37,8 +37,8 @@ def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from the name of each site to its module: a linear, or the module with all experts of a
-    layer."""
+    """Return a dict from the name of each site (where adapters can attach) to its module: a linear, or the
+    module with all experts of a layer."""
     mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
     return linears(model) | mixed
 

@@ -42,7 +42,7 @@ from weftune.base.weights import (
     ParameterSlice,
     WeightFiles,
     file_reader,
-    read_each,
+    read_each_parameter,
     stored_names,
 )
 from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape, SiteSlice
@@ -88,7 +88,7 @@ class ModelShard:
 
 
 class StoredWeights:
-    """The weights in the files of a base, from which each shard reads its parts."""
+    """The weights in the files of a base, read as whole tensors or as the parts that one shard keeps."""
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
         """Open the weight files of `model`, the whole model without weights. Weights are read to `device`,
@@ -131,19 +131,19 @@ class StoredWeights:
         slices = dict(_parameter_slices(model, shard))
         read_plain = file_reader(model, self._files, self._device, slices)
         assert read_plain is not None, "the files hold the parameters of the whole model"
-        last: dict[str, nn.Parameter] = {}
+        cached_parameters: dict[str, nn.Parameter] = {}
 
         def read(name: str, out: Tensor) -> None:
             path, _, part = name.rpartition(".")
             if path not in self._quantised or part == "bias":
                 read_plain(name, out)
                 return
-            if name not in last:
-                last.clear()
+            if name not in cached_parameters:
+                cached_parameters.clear()
                 whole = self._read_quantised(path)
                 linear = cut_quantised(self._quantised[path], whole, shard.slices[path])
-                last.update({f"{path}.{own}": value for own, value in linear.named_parameters()})
-            out.copy_(last[name])
+                cached_parameters.update({f"{path}.{own}": value for own, value in linear.named_parameters()})
+            out.copy_(cached_parameters[name])
 
         return read
 
@@ -159,7 +159,7 @@ def load_shard(spec: BaseSpec, device: torch.device, team: ShardTeam, layer_rang
     with wrap_load_errors(spec):
         stored = StoredWeights(model, files, device)
         shard = cut_model(model, spec, team, [layer_range], stored.read_whole)
-        read_each(model, stored.part_reader(model, shard), device)
+        read_each_parameter(model, stored.part_reader(model, shard), device)
         return shard_base(model, spec, device, shard, layer_range)
 
 
@@ -227,7 +227,7 @@ def shard_base(
 ) -> Base:
     """Return a base for a model that has been cut to `shard`, after making its layers sum their outputs over
     the shards. `kept_layers` is the range from the first layer of the model to the last one."""
-    layers = _layers(model)
+    layers = _local_layers(model)
     for layer in layers:
         _sum_over_shards(layer, DECODERS[model.config.model_type], shard.team.sum_over_shards)
     _divide_embedding(model, shard.vocabulary)
@@ -273,7 +273,7 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
             yield from ((f"{path}.{name}", rows) for name in ("weight", "bias"))
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _local_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of `model` that are on this worker."""
     layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
@@ -282,10 +282,10 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, SiteSlice]]:
     """Cut the linears of every layer, and yield the path of each linear together with the part that this
     shard keeps."""
-    facts, sizes = DECODERS[model.config.model_type], _read_sizes(model.config)
-    parts = _site_slices(facts, sizes, team)
+    structure, sizes = DECODERS[model.config.model_type], _read_sizes(model.config)
+    parts = _site_slices(structure, sizes, team)
     paths = {id(module): path for path, module in model.named_modules()}
-    for layer in _layers(model):
+    for layer in _local_layers(model):
         for name, part in parts.items():
             linear = cast(nn.Linear, layer.get_submodule(name))
             path, bias = paths[id(linear)], linear.bias
@@ -300,34 +300,34 @@ def _cut_layers(model: PreTrainedModel, team: ShardTeam) -> Iterator[tuple[str, 
             keeps_bias = not part.cuts_inputs or team.shard == 0
             linear.register_parameter("bias", _cut_bias(bias, part) if keeps_bias else None)
             yield path, part
-        _set_head_counts(layer.get_submodule(facts.output_projection.rpartition(".")[0]), sizes, team)
+        _set_head_counts(layer.get_submodule(structure.output_projection.rpartition(".")[0]), sizes, team)
 
 
-def _site_slices(facts: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
+def _site_slices(structure: DecoderFacts, sizes: _Sizes, team: ShardTeam) -> dict[str, SiteSlice]:
     """Return a dict from the path of each linear inside a layer to the part that this shard keeps."""
     width = sizes.head_width
     queries = _scale_range(team.part(sizes.heads), width)
-    keys = _scale_range(_key_heads(sizes, team), width)
+    keys = _scale_range(_key_head_range(sizes, team), width)
     inner = team.part(sizes.inner_width)
-    if len(facts.qkv) == 1:
+    if len(structure.qkv) == 1:
         first_key, first_value = sizes.heads * width, (sizes.heads + sizes.key_heads) * width
         together = (queries, _shift_range(keys, first_key), _shift_range(keys, first_value))
         qkv = [SiteSlice(together, cuts_inputs=False)]
     else:
         qkv = [SiteSlice((one,), cuts_inputs=False) for one in (queries, keys, keys)]
-    if len(facts.gate_up) == 1:
+    if len(structure.gate_up) == 1:
         gate_up = [SiteSlice((inner, _shift_range(inner, sizes.inner_width)), cuts_inputs=False)]
     else:
         gate_up = [SiteSlice((inner,), cuts_inputs=False)] * 2
     return {
-        **dict(zip(facts.qkv, qkv, strict=True)),
-        facts.output_projection: SiteSlice((queries,), cuts_inputs=True),
-        **dict(zip(facts.gate_up, gate_up, strict=True)),
-        facts.down: SiteSlice((inner,), cuts_inputs=True),
+        **dict(zip(structure.qkv, qkv, strict=True)),
+        structure.output_projection: SiteSlice((queries,), cuts_inputs=True),
+        **dict(zip(structure.gate_up, gate_up, strict=True)),
+        structure.down: SiteSlice((inner,), cuts_inputs=True),
     }
 
 
-def _key_heads(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
+def _key_head_range(sizes: _Sizes, team: ShardTeam) -> tuple[int, int]:
     """Return the first key/value head of this worker's shard, and the one after its last. If there are fewer
     heads than shards, several shards have the same head."""
     if sizes.key_heads % team.shards == 0:
@@ -363,7 +363,7 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
     """Set the head counts of an attention module and its config to those of the shard, since some families
     read them."""
-    first, last = _key_heads(sizes, team)
+    first, last = _key_head_range(sizes, team)
     counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)
     for name, count in counts.items():
@@ -382,11 +382,15 @@ class ShardedEmbedding(nn.Module):
     """An embedding that is divided over the shards by tokens. Its output is a sum over the shards: for each
     token, one shard contributes the embedding and the others contribute zeros."""
 
-    def __init__(self, local: nn.Embedding, shard: VocabularyShard) -> None:
-        """Wrap `local`, the embedding of the base, of which only the shard's rows are left."""
+    def __init__(self, local_embedding: nn.Embedding, shard: VocabularyShard) -> None:
+        """Wrap `local_embedding`, the embedding of the base, of which only the shard's rows are left."""
         super().__init__()
-        self.weight, self.padding_idx, self._shard = local.weight, local.padding_idx, shard
-        if (scale := getattr(local, EMBED_SCALE, None)) is not None:
+        self.weight, self.padding_idx, self._shard = (
+            local_embedding.weight,
+            local_embedding.padding_idx,
+            shard,
+        )
+        if (scale := getattr(local_embedding, EMBED_SCALE, None)) is not None:
             self.register_buffer(EMBED_SCALE, torch.as_tensor(scale), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -403,16 +407,16 @@ def _cut_embedding_and_head(model: PreTrainedModel, shard: VocabularyShard) -> N
     first, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(first, nn.Embedding) and getattr(head, "weight", None) is first.weight
     if isinstance(first, nn.Embedding):
-        first.weight = _rows(first.weight, shard)
+        first.weight = _copy_shard_rows(first.weight, shard)
         first.num_embeddings = len(first.weight)
     if isinstance(head, nn.Linear):
-        head.weight = cast(nn.Embedding, first).weight if is_tied else _rows(head.weight, shard)
+        head.weight = cast(nn.Embedding, first).weight if is_tied else _copy_shard_rows(head.weight, shard)
         head.out_features = len(head.weight)
         if head.bias is not None:
-            head.bias = _rows(head.bias, shard)
+            head.bias = _copy_shard_rows(head.bias, shard)
 
 
-def _rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
+def _copy_shard_rows(whole: Tensor, shard: VocabularyShard) -> nn.Parameter:
     """Return a copy of the shard's rows of a parameter, so that the memory of the whole can be freed."""
     return nn.Parameter(whole.detach()[shard.start : shard.stop].clone(), requires_grad=False)
 
@@ -428,10 +432,10 @@ def _divide_embedding(model: PreTrainedModel, shard: VocabularyShard) -> None:
 # -- sums over shards ------------------------------------------------------------------------------------
 
 
-def _sum_over_shards(layer: nn.Module, facts: DecoderFacts, sum_over_shards: SumOverShards) -> None:
+def _sum_over_shards(layer: nn.Module, structure: DecoderFacts, sum_over_shards: SumOverShards) -> None:
     """Add hooks to the attention and the feed-forward of a layer that sum their outputs over the shards in
     the forward, and the gradients of their inputs in the backward."""
-    for last in (facts.output_projection, facts.down):
+    for last in (structure.output_projection, structure.down):
         branch = layer.get_submodule(last.rpartition(".")[0])
         branch.register_forward_pre_hook(partial(_share_input, sum_over_shards), with_kwargs=True)
         layer.get_submodule(last).register_forward_hook(partial(_sum_output, sum_over_shards))

@@ -82,10 +82,10 @@ class BaseSpec:
     def from_record(cls, record: Mapping[str, Any]) -> BaseSpec:
         """Return the base that `record`, a result of `BaseSpec.record`, describes. Raise TypeError or
         KeyError if it is malformed."""
-        known: dict[str, Any] = {name: record.get(name) for name in (*BASE_KEYS, "written")}
-        scaling = known.pop("rope_scaling")
-        known["model"] = str(record["model"])
-        return cls(**known, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        values: dict[str, Any] = {name: record.get(name) for name in (*BASE_KEYS, "written")}
+        scaling = values.pop("rope_scaling")
+        values["model"] = str(record["model"])
+        return cls(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
 
     def record(self) -> dict[str, Any]:
         """Return a dict of the keys that identify the base, with plain values, to be stored."""

@@ -37,7 +37,8 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class EndModules:
-    """Names of the layers, and of the modules before and after them, as attributes of a family's decoder."""
+    """Names of a decoder's list of layers and of the modules before and after it, as attributes of the
+    decoder of one model family."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
@@ -137,13 +138,13 @@ def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
     ends = ENDS[model.config.model_type]
     decoder = find_decoder(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
-    here: set[int] = set()
+    own_layers: set[int] = set()
     for one in layer_ranges:
         assert len(layers) == one.base_layers, f"the base has {len(layers)} layers, not {one.base_layers}"
         assert 0 <= one.start < one.stop <= one.base_layers, f"a stage holds at least one layer, got {one}"
-        here |= set(range(one.start, one.stop))
+        own_layers |= set(range(one.start, one.stop))
     for index in range(len(layers)):
-        if index not in here:
+        if index not in own_layers:
             layers[index] = Elsewhere()
     if not layer_ranges[0].is_first:
         setattr(decoder, ends.embedding, Elsewhere())

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.config import CONFIG, open_safetensors, read_config, weight_map
-from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, MIXTURES, ROTATES_IMAGES, old_module_name
+from weftune.base.decoders import DOWN, EXPERTS, GATE_UP, IMAGE_ROPE_KEYS, MIXTURES, old_module_name
 from weftune.base.quant.formats import WeightFormat
 from weftune.base.quant.linear import FORMATS, quant_paths
 from weftune.base.quant.read import (
@@ -35,7 +35,7 @@ from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import layer_number
 
-STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Maps the name of a dtype in safetensors files to the dtype."""
 HEAD = "lm_head.weight"
 
@@ -149,37 +149,38 @@ def _read(
 
 
 def view_part(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
-    """Return the view of a parameter that one of its stored parts fills. The parts are concatenated
-    row-wise."""
+    """Return the view of a parameter that `part`, one of its tensors in files, fills. The tensors `parts` of
+    the parameter are concatenated row-wise."""
     if len(parts) == 1:
         return parameter
     return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
 
 
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
-    """Return the names in the files of all parameters of `model`. None if any parameter is missing."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return a dict from each parameter of `model` to the names of its tensors in the weight files, or None
+    if the files lack any parameter."""
+    names: dict[str, tuple[str, ...]] = {}
     beside = weights_by_part(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in beside:
             continue
         parts = [_stored_name(files, model, part) for part in _stored_parts(model, name)]
-        found[name] = tuple(part for part in parts if part is not None)
-        if len(found[name]) < len(parts):
+        names[name] = tuple(part for part in parts if part is not None)
+        if len(names[name]) < len(parts):
             return None
-    return found
+    return names
 
 
 def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     """Return the names of the tensors in files that a parameter consists of. Files hold the linears of every
     expert as separate tensors, and the model has one parameter for all experts."""
-    facts = MIXTURES.get(model.config.model_type)
-    if facts is None:
+    mixture = MIXTURES.get(model.config.model_type)
+    if mixture is None:
         return [name]
-    gate, up, down = facts.stored_names
+    gate, up, down = mixture.stored_names
     inside = {f".{EXPERTS}.{GATE_UP}": (gate, up), f".{EXPERTS}.{DOWN}": (down,)}
     own = next((linears for ending, linears in inside.items() if name.endswith(ending)), None)
-    stored = name.replace(".mlp.", f".{facts.stored_mlp}.")
+    stored = name.replace(".mlp.", f".{mixture.stored_mlp}.")
     if own is None:
         return [stored]
     path, experts = stored.rpartition(".")[0], len(model.get_parameter(name))
@@ -187,13 +188,13 @@ def _stored_parts(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def quantised_formats(
-    model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
+    model: PreTrainedModel, quantisation: Quantised, files: WeightFiles | None
 ) -> dict[str, WeightFormat]:
-    """Return a dict from the path of each linear to quantise to its format. These are all linears in layers
-    or, if the base's files are already quantised, the linears that are quantised in the files."""
+    """Return the format of each linear that is to be quantised, by the linear's path. These are all linears
+    in layers or, if the base's files are already quantised, the linears that are quantised in the files."""
     found = [path for path in linears(model) if layer_number(path) is not None]
-    if files is None or not chosen.is_stored:
-        return dict.fromkeys(found, FORMATS[chosen.quantize])
+    if files is None or not quantisation.is_stored:
+        return dict.fromkeys(found, FORMATS[quantisation.quantize])
     names = {path: _stored_name(files, model, f"{path}.weight") for path in found}
     return {
         path: stored_format(name, files.files)
@@ -211,7 +212,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     if quant_paths(model):
         read = file_reader(model, files, device)
         assert read is not None
-        read_each(model, read, device)
+        read_each_parameter(model, read, device)
         return True
     shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
@@ -241,7 +242,7 @@ def _read_slice(file: Any, name: str, part: ParameterSlice | None) -> Tensor:
     return torch.cat([stored[(*before, slice(start, stop))] for start, stop in part.ranges], part.dim)
 
 
-def read_each(model: PreTrainedModel, fill: Fill, device: torch.device) -> None:
+def read_each_parameter(model: PreTrainedModel, fill: Fill, device: torch.device) -> None:
     """Load the parameters of `model` to `device` one after another, so that at most one unquantised weight is
     in memory. `fill` writes their values."""
     for name, names in shared_names(model).items():
@@ -269,15 +270,15 @@ def has_stored_head(files: WeightFiles) -> bool:
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
     """Return a dict from the first name of every parameter to all its names: tied parameters have several."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return {names[0]: names for names in found.values()}
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in names_by_id.values()}
 
 
 def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """Return the name of a parameter in the files, or None. A tied head is stored as the embedding; some
-    files omit the prefix of the inner model, or use older names."""
+    """Return the name under which the files store a parameter, or None if they lack it. A tied head is stored
+    as the embedding; some files omit the prefix of the inner model, or use older names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:
@@ -329,7 +330,7 @@ def stored_dtype(files: WeightFiles) -> torch.dtype | None:
         found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
     if not found:
         return None
-    return STORED.get(found.most_common(1)[0][0])
+    return FILE_DTYPES.get(found.most_common(1)[0][0])
 
 
 def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: Path) -> None:
@@ -347,7 +348,7 @@ def write_wrapper(model: PreTrainedModel, spec: BaseSpec, source: str, target: P
         text, scaled = config["text_config"], model.config
         # Transformers would prefer the older key.
         own = text.pop("rope_scaling", None) or text.get("rope_parameters") or {}
-        kept = {key: own[key] for key in ROTATES_IMAGES if key in own}
+        kept = {key: own[key] for key in IMAGE_ROPE_KEYS if key in own}
         text["rope_parameters"] = {**kept, **scaled.rope_parameters}
         text["max_position_embeddings"] = scaled.max_position_embeddings
     (target / CONFIG).write_text(json.dumps(config, indent=2))

@@ -72,7 +72,7 @@ def bench(
             )
     lines, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for number, part in enumerate(parts(shape, quick, model)):
+        for number, part in enumerate(benchmark_parts(shape, quick, model)):
             found = run_part(part, Path(folder) / f"{number}.json", toy)
             if found is None:
                 failed.append(part.title)
@@ -83,7 +83,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
+def benchmark_parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
     base = ("--shape", shape.value)
     first = BenchPart("8 jobs, 1×1024 tokens each", "gpu_step", (*base, "--batch", "1x1024"))
     if quick:
@@ -111,8 +111,8 @@ def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None
     done = subprocess.run([sys.executable, "-m", module, *words], check=False)
     if done.returncode != 0 or not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    numbers: dict[str, Any] = json.loads(file.read_text())
+    return numbers
 
 
 def result_line(part: BenchPart, numbers: Mapping[str, Any]) -> BenchLine:

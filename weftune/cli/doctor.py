@@ -123,12 +123,12 @@ def package_checks() -> Iterator[Check]:
         return
     requirements = [Requirement(line) for line in lines]
     extras = ("", "gpu", "demo", "tensorboard", "wandb", "mlflow")
-    seen: set[str] = set()
+    checked_names: set[str] = set()
     for extra in extras:
         for package in requirements:
             applies = package.marker is None or package.marker.evaluate({"extra": extra})
-            if applies and package.name not in seen:
-                seen.add(package.name)
+            if applies and package.name not in checked_names:
+                checked_names.add(package.name)
                 yield package_check(package, optional=package.marker is not None)
 
 
@@ -194,8 +194,8 @@ def gpu_check(torch: Any, index: int) -> Check:
 
 
 def class_check(device_class: DeviceClass, index: int) -> Check:
-    """Report the device class for which kernels are selected, and whether they have been tested on a GPU of
-    this class."""
+    """Return a check that reports the device class (group of GPU models) for which kernels are selected, and
+    whether the kernels have been tested on a GPU of this class."""
     from weftune.core.device_class import TEST_COMMAND
 
     name = f"GPU {index} class"
@@ -212,8 +212,8 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
 
 
 def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
-    """Report for how many shapes of linears the fastest kernel plan has been measured; training need not
-    measure these again."""
+    """Return a check that reports for how many shapes of linears the fastest kernel plan has already been
+    measured, so that training need not measure it."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 
@@ -239,12 +239,12 @@ def disk_check() -> Check:
     return cache_check(cache, shutil.disk_usage(_nearest_existing(cache)).free)
 
 
-def cache_check(cache: Path, free: int) -> Check:
-    found = f"{cache}, {free / GIB:.1f} GiB free"
+def cache_check(cache: Path, free_bytes: int) -> Check:
+    found = f"{cache}, {free_bytes / GIB:.1f} GiB free"
     if not os.access(_nearest_existing(cache), os.W_OK):
         mend = "set WEFTUNE_CACHE to a folder that can be written"
         return Check("cache", Verdict.MISSING, f"{found}, not writable", mend)
-    if free < SCARCE_DISK:
+    if free_bytes < SCARCE_DISK:
         return Check("cache", Verdict.ABSENT, found, "set WEFTUNE_CACHE to a folder on a disk with more room")
     return Check("cache", Verdict.OK, found)
 

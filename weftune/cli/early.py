@@ -23,8 +23,8 @@ USER_ERROR_CODE = 2
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""Maximum bytes of a row file that is checked before training starts. Rows of larger files are checked when
-they are tokenised."""
+"""Maximum size in bytes of a row file that is checked before training starts. Rows of larger files are
+checked when they are tokenised."""
 
 # -- options --------------------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ def store_folder(folder: Path | None) -> Path:
 
 
 def read_jobs_file(jobs: Path) -> RunSpec:
-    """Read a jobs file. Raise one error that lists everything in it that is invalid, as far as the config of
-    its base shows."""
+    """Read a jobs file. Raise one error that lists everything invalid that can be found from the file and the
+    config of its base."""
     from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, read_model_shape)
@@ -165,18 +165,18 @@ def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
     `includes_job_names`, each entry also names its job."""
     from weftune.data.prepare import check_rows
 
-    known: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
+    checked_data: list[tuple[DataSpec, EvalSpec | None, RowKind, tuple[Mistake, ...]]] = []
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         row_kind = job.objective.row_kind
-        found = next((one[3] for one in known if one[:3] == (job.data, job.eval, row_kind)), None)
+        found = next((one[3] for one in checked_data if one[:3] == (job.data, job.eval, row_kind)), None)
         if found is None:
             found = ()
             try:
                 check_rows(job.data, job.eval, SMALL_BYTES, row_kind)
             except DataError as error:
                 found = error.mistakes
-            known.append((job.data, job.eval, row_kind, found))
+            checked_data.append((job.data, job.eval, row_kind, found))
         mistakes.update(
             dict.fromkeys(one.with_job_name(job.name) if includes_job_names else one for one in found)
         )

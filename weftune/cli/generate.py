@@ -196,8 +196,8 @@ def show_answers(
         render_panels(), console=console, auto_refresh=False, transient=not console.is_terminal
     ) as live:
 
-        def show(answer: StreamedAnswer, new: str) -> None:
-            texts[answer.adapter] += new
+        def show(answer: StreamedAnswer, new_text: str) -> None:
+            texts[answer.adapter] += new_text
             if console.is_terminal:
                 live.update(render_panels(), refresh=True)
 
@@ -226,7 +226,7 @@ def write_answers(
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         task = progress.add_task("answers", total=len(prompts))
 
-        def show(answer: StreamedAnswer, new: str) -> None:
+        def show(answer: StreamedAnswer, new_text: str) -> None:
             if answer.finish_reason is not None:
                 progress.advance(task)
 

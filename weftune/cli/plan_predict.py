@@ -190,8 +190,8 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
 
 
 def device_needs_bytes(prediction: Prediction) -> list[int]:
-    """Return the predicted bytes on each device when microbatches have their maximum size. Every device is
-    assumed to hold the adapters of all jobs of the first window."""
+    """Return the predicted memory use of each device, in bytes, when microbatches have their maximum size.
+    Every device is assumed to hold the adapters of all jobs of the first window."""
     memory, program = prediction.choice.memory, prediction.program
     needs = memory.worker_needs(list(prediction.window.shapes.values()), program.capacity, program.recompute)
     return [need.total_bytes(memory.fit) for need in needs]

@@ -94,7 +94,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     from weftune.jobs.courses import truncate_data
 
     shared = SharedData(tokenizer, cache_folder() / "tokens", context)
-    found: dict[tuple[str, str, bool], SharedSamples] = {}
+    groups: dict[tuple[str, str, bool], SharedSamples] = {}
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
@@ -106,11 +106,11 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
         if job.objective.supervises_prompts:
             prepared = prepared.supervise_prompts()
         key = (prepared.train.fingerprint, held_out, job.objective.supervises_prompts)
-        others = found[key].jobs if key in found else ()
-        found[key] = SharedSamples((*others, job.name), prepared)
+        others = groups[key].jobs if key in groups else ()
+        groups[key] = SharedSamples((*others, job.name), prepared)
     if mistakes:
         raise DataError(mistakes)
-    return list(found.values())
+    return list(groups.values())
 
 
 def collect_warnings(

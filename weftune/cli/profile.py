@@ -67,8 +67,9 @@ def _tokenizer(spec: BaseSpec) -> Any:
 
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
-    """Return the bytes that the first of several workers and any other worker use before they load anything;
-    zeros if no worker can be started. Workers are forked, so they are measured in a forked process."""
+    """Return the memory use in bytes, before anything is loaded, of the first of several workers and of any
+    other worker; zeros if no worker can be started. Workers are forked, so they are measured in a forked
+    process."""
     from weftune.launch.supervise import ProcessSpec, kill_processes, start_process
 
     process = start_process(ProcessSpec("worker", partial(_send_process_bytes, spec)), None, neighbours=2)
@@ -82,8 +83,8 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 
 def _send_process_bytes(spec: BaseSpec, connection: Connection) -> None:
-    """Measure the bytes that this process uses as the first of several workers, and as any other worker,
-    before a base is loaded. Send both numbers."""
+    """Measure the memory use in bytes of this process before a base is loaded, as the first of several
+    workers and as any other worker. Send both numbers."""
     import torch
 
     from weftune.base.load import inspect

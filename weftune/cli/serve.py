@@ -160,12 +160,12 @@ def read_envelope(text: str) -> Envelope:
 
 
 def read_quotas(texts: Sequence[str]) -> Quotas:
-    """Return the quotas. Each text `KEY=VALUE` changes one quota; the value `none` disables it."""
+    """Return the quotas. Each string `KEY=VALUE` changes one quota; the value `none` disables it."""
     from weftune.jobs.spec.keys import nearest_word
     from weftune.service.settings import Quotas
 
     known = [item.name for item in fields(Quotas)]
-    found: dict[str, int | None] = {}
+    quotas: dict[str, int | None] = {}
     for text in texts:
         key, _, value = (part.strip() for part in text.partition("="))
         if key not in known:
@@ -177,8 +177,8 @@ def read_quotas(texts: Sequence[str]) -> Quotas:
         number = None if value == "none" else parse_bytes(value, f"--quota {key}")
         if number is not None and number < 1:
             raise UserError(f"--quota {text}: write a number of at least 1, or none")
-        found[key] = number
-    return replace(Quotas(), **found)  # type: ignore[arg-type]
+        quotas[key] = number
+    return replace(Quotas(), **quotas)  # type: ignore[arg-type]
 
 
 def parse_announce_url(url: str) -> str:
@@ -195,7 +195,7 @@ def read_metrics(texts: Sequence[str]) -> dict[str, str]:
     from weftune.generate.metric import load_metric
     from weftune.jobs.spec.build import locate_metric
 
-    found: dict[str, str] = {}
+    metrics: dict[str, str] = {}
     for text in texts:
         try:
             located = locate_metric(Path.cwd(), text)
@@ -204,13 +204,13 @@ def read_metrics(texts: Sequence[str]) -> dict[str, str]:
         file, _, name = located.rpartition(":")
         if located == EXACT_MATCH:
             raise UserError(f"--metric {text}: jobs may use it without this option; leave it out")
-        if name in found:
+        if name in metrics:
             raise UserError(
                 f"--metric {text}: there is a metric {name} already; give the function another name"
             )
         load_metric(Path(file), name)
-        found[name] = located
-    return found
+        metrics[name] = located
+    return metrics
 
 
 def refuse_taken_port(host: str, port: int) -> None:

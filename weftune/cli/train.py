@@ -151,8 +151,8 @@ def _train_locally(
     extra_arguments: Sequence[str],
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
-    `arguments` is the command line of a worker without the numbers of processes. `extra_arguments` are
-    added to it at the first start only."""
+    `arguments` is the command line of a worker without the options that set numbers of processes.
+    `extra_arguments` are added to it at the first start only."""
     from weftune.launch.choice import planner_chooses_division
 
     if planner_chooses_division(options):
@@ -222,13 +222,13 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
             f"--shards auto: torchrun has started {worker.workers} workers; write how many shards there are"
         )
     worker = assign_replica_position(worker, options.replicas, options.shards)
-    worker = replace(worker, ring=options.gpu_memory is not None and worker.stages > 1)
+    worker = replace(worker, is_ring=options.gpu_memory is not None and worker.stages > 1)
     if options.pipeline and options.pipeline != worker.stages:
         raise UserError(
             f"--pipeline {options.pipeline}: torchrun has started {worker.workers} workers; leave it out"
         )
-    with connect_workers(worker, options.device) as staff:
-        if staff is None:
+    with connect_workers(worker, options.device) as control:
+        if control is None:
             return
         run = read_run(jobs)
         refuse_kinds_on_shards(run.jobs, options.shards)
@@ -236,14 +236,14 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
         if restart_count() > 0:
             # torchrun has restarted all workers with the original command line.
             options = replace(options, resume=run.output.exists(), restart=(), retry=(), changes={})
-        _train_in_process(run, replace(options, staff=staff), max_steps)
+        _train_in_process(run, replace(options, staff=control), max_steps)
 
 
 def _train_in_process(
     run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()
 ) -> None:
     """Train in this process, as the first worker if there are several. With several `devices`, divide the
-    jobs instead among teams of processes, whose first processes use these devices."""
+    jobs instead among groups of processes, the first process of each on one of these devices."""
     with count_imports():
         from rich.console import Console
 
@@ -272,7 +272,8 @@ def _train_in_process(
 
 
 def _job_count_text(run: RunSpec) -> str:
-    """Return text such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes later."""
+    """Return a phrase such as `4 jobs` or `1 job and 24 trials`, counting trials that `tpe` proposes
+    later."""
     from weftune.jobs.sweeps.halving import trial_count
     from weftune.report.words import count_noun
 
@@ -283,8 +284,8 @@ def _job_count_text(run: RunSpec) -> str:
 
 
 def _shares_text(shares: int, options: Options) -> str:
-    """Return text that says how the jobs are divided, such as `, shared by 2 devices` or, if every share of
-    the jobs has several workers, `, in 2 shares of 2 stages`."""
+    """Return a phrase that says how the jobs are divided, such as `, shared by 2 devices` or, if every share
+    of the jobs has several workers, `, in 2 shares of 2 stages`."""
     workers = options.workers_per_share
     if workers == 1:
         return f", shared by {shares} devices"
@@ -295,9 +296,9 @@ def _shares_text(shares: int, options: Options) -> str:
 
 
 def _workers_text(worker: WorkerPosition) -> str:
-    """Return text such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages of 4
-    shards`. Workers with several stages each are called `2 workers`."""
-    stages = f"{worker.stages} {'workers' if worker.ring else 'stages'}"
+    """Return a phrase such as `2 stages`, `2 replicas of 2 stages` or, with shards, `2 replicas of 2 stages
+    of 4 shards`. Workers with several stages each are called `2 workers`."""
+    stages = f"{worker.stages} {'workers' if worker.is_ring else 'stages'}"
     named = {
         f"{worker.replicas} replicas": worker.replicas,
         stages: worker.stages,

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from weftune.run.measure.link import HostLink
     from weftune.trainer.options import Options
 
-ENOUGH = 1 << 50
-"""Bytes of host memory that are assumed for a cluster, since its description does not state them."""
+ASSUMED_HOST_BYTES = 1 << 50
+"""Size in bytes of the host memory that is assumed for a cluster, since its description does not state it."""
 
 
 def choose_planned_layout(case: PlanCase) -> LayoutChoice:
@@ -244,7 +244,7 @@ def _whole_machine(case: PlanCase) -> Machine:
         on_gpu=on_gpu,
         device_bytes=min(device.budget for device in devices),
         process_bytes=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
-        host_bytes=host_budget() if case.on_this_machine else ENOUGH,
+        host_bytes=host_budget() if case.on_this_machine else ASSUMED_HOST_BYTES,
         # The processes of a CPU share it, however many there are.
         devices=len(devices) if on_gpu else processes,
         workers=division.stages,

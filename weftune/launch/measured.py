@@ -66,7 +66,7 @@ def measure_plan(
 
 
 def select_jobs(run: RunSpec, names: Collection[str]) -> RunSpec:
-    """Return the run with only these jobs; trials of sweeps are ordinary jobs of it."""
+    """Return the run with only these jobs. Trials of sweeps become ordinary jobs."""
     return replace(run, jobs=tuple(job for job in run.jobs if job.name in names), sweeps=(), report_to=())
 
 

@@ -162,7 +162,7 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return the facts about each job that a plan needs. Jobs in `averaged_jobs` keep a running mean of their
+    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
     weights. Raise one DataError that lists what is wrong with the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
@@ -239,10 +239,10 @@ class _JobReader:
     """A reader of the samples of jobs. It reads the token cache or, for data that are not in the cache,
     tokenises the first `rows` rows. Data that several jobs share are read once."""
 
-    def __init__(self, shared: SharedData, rows: int, context: int) -> None:
-        self._shared, self._rows, self._context = shared, rows, context
-        self._known: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
-        self._policies: set[Hashable] = set()
+    def __init__(self, shared_data: SharedData, rows: int, context: int) -> None:
+        self._shared, self._rows, self._context = shared_data, rows, context
+        self._read_data: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
+        self._scored_pairs: set[Hashable] = set()
         """Pairs of samples and reference adapter that an earlier job has already scored."""
 
     def read_job(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
@@ -250,9 +250,9 @@ class _JobReader:
         only, and the number of all rows divided by the number of rows read, or None if it is unknown."""
         data, row_kind = truncate_data(job, self._context), job.objective.row_kind
         key = data_identity(data, job.eval, row_kind)
-        if key not in self._known:
-            self._known[key] = self._prepare_data(data, job.eval, row_kind)
-        samples, sampled, scale = self._known[key]
+        if key not in self._read_data:
+            self._read_data[key] = self._prepare_data(data, job.eval, row_kind)
+        samples, sampled, scale = self._read_data[key]
         return adapt_to_objective(job, samples, self._context), sampled, scale
 
     def count_scored_samples(self, job: JobSpec, data: Prepared) -> int:
@@ -260,8 +260,8 @@ class _JobReader:
         samples and the same reference policy, only the first one scores them; the others get 0."""
         adapter = None if job.adapter.init_from is None else job.adapter
         policy = (*(part.fingerprint for part in data.parts), repr(adapter))
-        is_first = policy not in self._policies
-        self._policies.add(policy)
+        is_first = policy not in self._scored_pairs
+        self._scored_pairs.add(policy)
         return sum(map(len, data.parts)) if is_first else 0
 
     def _prepare_data(

@@ -94,7 +94,7 @@ def train_shares(
     with open_store(trainer.output, options.resume, options.command) as store:
         sweeps = trainer.restore_sweeps(store)
         ready = trainer.prepare_unfinished_jobs(store, shape)
-        ended: list[TeamEnd] = []
+        team_ends: list[TeamEnd] = []
         if ready:
             # Several workers find by themselves which jobs fit beside their part of the base.
             alone = options.workers_per_share == 1
@@ -108,14 +108,14 @@ def train_shares(
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
                 _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
                 teams = _share_teams(run, trainer, shares, devices, memory)
-                ended = _run_shares(trainer, store, jobs, shares, teams)
-                if any(one.code for one in ended):
+                team_ends = _run_shares(trainer, store, jobs, shares, teams)
+                if any(one.code for one in team_ends):
                     break
             sweeps.decide_rungs(store)
             _pause_waiting_trials(trainer, store, sweeps)
         sweeps.finish()
         results = trainer.results(store)
-    codes = {one.code for one in ended}
+    codes = {one.code for one in team_ends}
     have_ended = all(result.state.ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
@@ -132,7 +132,7 @@ def _sweep_rounds(
     its jobs among the devices again, so that all devices have trials.
     """
     prepared = {job.name: job for job in prepared_jobs}
-    before: dict[str, int] | None = None
+    previous_steps: dict[str, int] | None = None
     while True:
         for job in prepared.values():
             sweeps.add_trial(job)
@@ -146,12 +146,12 @@ def _sweep_rounds(
         unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
         steps = {job.name: store.job(job.name).step for job in unfinished}
         jobs = [job for job in unfinished if not sweeps.is_waiting_at_rung(job.name)]
-        if before is not None:
+        if previous_steps is not None:
             jobs = [job for job in jobs if sweeps.is_trial(job.name)]
-        if not jobs or steps == before:
+        if not jobs or steps == previous_steps:
             return
         yield jobs
-        before = steps
+        previous_steps = steps
 
 
 def _show_shares(
@@ -227,7 +227,7 @@ def fitting_jobs(
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
     """Return a model of training time. Its seconds come from a profile of the device, or else from the data
-    sheet of the device; if both are missing, its times are in relative units."""
+    sheet of the device. If both are missing, its times have an arbitrary unit and can only be compared."""
     if machine.profile is not None:
         return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
@@ -414,10 +414,10 @@ def run_share(
     if attempt > 0:
         options = replace(options, resume=output.exists(), restart=(), retry=(), changes={})
     try:
-        with _connected_workers(options, options.workers_per_share) as staff:
-            if staff is None and options.workers_per_share > 1:
+        with _connected_workers(options, options.workers_per_share) as control:
+            if control is None and options.workers_per_share > 1:
                 return
-            mine = replace(options, staff=staff)
+            mine = replace(options, staff=control)
             trainer = make_trainer(run, output=output, max_steps=max_steps, options=mine, view=view)
             results = trainer.run()
     except UserError as error:
@@ -440,8 +440,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
         position = read_position()
         assert position is not None, "the launcher has set the environment"
         position = replace(position, replicas=options.replicas, shards=options.shards)
-        with connect_workers(position, options.device, device.index or 0) as staff:
-            yield staff
+        with connect_workers(position, options.device, device.index or 0) as control:
+            yield control
         return
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.

@@ -57,7 +57,7 @@ PRELOADED = [
 
 
 THREADS = "OMP_NUM_THREADS"
-RESTARTS = 3
+MAX_RESTARTS = 3
 """Maximum number of times that a team of processes is restarted after a process was lost."""
 POLL_SECONDS = 1.0
 """Seconds between two checks of the processes, and between the messages that show that a process is alive."""
@@ -91,8 +91,8 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The end of a team of processes: the exit code of the first process, or the code LOST and a sentence
-    about the process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the exit code LOST and a
+    sentence about the process that was lost."""
 
     code: int
     loss_reason: str = ""
@@ -229,13 +229,13 @@ class Supervisor:
         kill_processes(self._processes[number])
         if self._stop_requested.is_set():
             self._team_ends[number] = TeamEnd(INTERRUPTED, loss)
-        elif self._restarts[number] == RESTARTS:
+        elif self._restarts[number] == MAX_RESTARTS:
             self._show_sentence(f"{loss}; giving up; resume with {self._resume}")
             self._team_ends[number] = TeamEnd(LOST, loss)
         else:
             self._restarts[number] += 1
             which = f"{self._teams[number].name} again from the last checkpoints"
-            self._show_sentence(f"{loss}; starting {which} ({self._restarts[number]} of {RESTARTS}).")
+            self._show_sentence(f"{loss}; starting {which} ({self._restarts[number]} of {MAX_RESTARTS}).")
             self._start_team(number)
 
 

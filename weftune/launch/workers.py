@@ -49,9 +49,9 @@ from weftune.run.workers.worker import serve
 def connect_workers(
     worker: WorkerPosition, device: str | None, first_gpu: int = 0
 ) -> Iterator[WorkerControl | None]:
-    """Connect to the other workers. The first worker yields a `WorkerControl`, which sends commands to the
-    others. Every other worker executes these commands until the first worker ends it, and then yields None.
-    If every worker has a separate GPU, their GPUs begin with number `first_gpu`."""
+    """Connect to the other workers. Yield a `WorkerControl`, which sends commands to them, in the first
+    worker. Other workers execute its commands until it ends them, and then yield None. If every worker has a
+    separate GPU, their GPUs begin with number `first_gpu`."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -63,7 +63,7 @@ def connect_workers(
     try:
         found = select_device(device)
         if has_separate_gpus(worker, found):
-            numbers = assign_gpus(worker.local_workers) if worker.ring else range(worker.local_workers)
+            numbers = assign_gpus(worker.local_workers) if worker.is_ring else range(worker.local_workers)
             found = torch.device("cuda", first_gpu + numbers[worker.local_worker])
             torch.cuda.set_device(found)
         connections = connect(worker, found)
@@ -71,14 +71,14 @@ def connect_workers(
             serve(connections, found)
             yield None
         else:
-            staff = WorkerControl(connections)
+            control = WorkerControl(connections)
             try:
-                yield staff
+                yield control
             except (UserError, typer.Exit):
-                staff.end_workers()
+                control.end_workers()
                 raise
             # Not after a bug or by force: then the other workers are lost.
-            staff.end_workers()
+            control.end_workers()
     except (PeerLost, ShardShortage) as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)

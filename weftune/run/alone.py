@@ -1,5 +1,5 @@
-"""Decisions of a run with a single worker, which holds the whole base: the optimizer steps that are made, and
-the events that are reported."""
+"""The part of an executor that decides, if a single worker holds the whole base, which optimizer steps are
+made and which events are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weftune.run.events import (
     evaluation_event,
     score_event,
 )
-from weftune.run.measure.timers import DeviceSpan, Waited
+from weftune.run.measure.timers import DeviceSpan, WaitTime
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.training.state import EvaluationSums
@@ -41,7 +41,8 @@ from weftune.run.training.steps import StepRequest, StepsUnderway
 
 class Alone:
     def __init__(self, adapters: AdapterState, is_asynchronous: bool) -> None:
-        """`is_asynchronous` is True if the device works asynchronously, so that durations are read later."""
+        """Create the agreement of a single worker. `is_asynchronous` is True if the device works
+        asynchronously, so that durations are read later."""
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, is_asynchronous
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
@@ -74,12 +75,12 @@ class Alone:
             for segment in plan.segments
         )
 
-    def end_window(self, waited: Waited) -> None:
+    def end_window(self, wait_time: WaitTime) -> None:
         pass
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the microbatch without the rows of failed jobs, on which no other worker depends."""
-        return plan.without(self._roster.dead)
+        return plan.without(self._roster.failed_jobs)
 
     def receive(self, action: Recv) -> Tensor:
         raise AssertionError(f"there is no other worker for {action}")
@@ -140,7 +141,7 @@ class Alone:
 
     def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
         for more in sums:
-            if more.job in self._roster.dead:
+            if more.job in self._roster.failed_jobs:
                 continue
             key = more.job, more.step
             self._pending_evaluations[key] -= 1
@@ -154,7 +155,7 @@ class Alone:
 
     def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
         for one in scores:
-            if one.job in self._roster.dead:
+            if one.job in self._roster.failed_jobs:
                 continue
             if isinstance(event := score_event(one), Failed):
                 self._adapters.kill(one.job)
@@ -163,7 +164,7 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make the optimizer steps of several jobs, which follow one another in the Program, together."""
+        """Make the optimizer steps of several jobs together. They are consecutive actions of the Program."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -171,7 +172,7 @@ class Alone:
                 self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised_tokens
             )
             for step in steps
-            if step.job not in self._roster.dead
+            if step.job not in self._roster.failed_jobs
         ]
         if not requests:
             return
@@ -185,7 +186,7 @@ class Alone:
 
     def save(self, job: str, step: int) -> Iterator[Event]:
         yield from self.finish_steps()
-        if job not in self._roster.dead:
+        if job not in self._roster.failed_jobs:
             yield SaveDue(job, step)
 
     def finish_steps(self) -> Iterator[Event]:
@@ -201,7 +202,7 @@ class Alone:
             yield StateTime(len(requests), parameters, underway.seconds())
         for request, outcome in zip(requests, outcomes, strict=True):
             job = request.training.job
-            if job in self._roster.dead:
+            if job in self._roster.failed_jobs:
                 continue
             if isinstance(outcome, str):
                 self._adapters.kill(job)

@@ -22,7 +22,7 @@ from weftune.run.passes.stage_graphs import CapturedVisits
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.shards import Shards
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
-from weftune.run.stream.adapter_steps import Make
+from weftune.run.stream.adapter_steps import ApplyUpdates
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
@@ -39,7 +39,7 @@ def resident_executor(
     worker: int = 0,
     make_agreement: Agrees | None = None,
     captures_early: bool = True,
-    apply_updates: Make = update,
+    apply_updates: ApplyUpdates = update,
     team: ShardTeam | None = None,
     fuses_layers: bool | None = None,
 ) -> Executor:
@@ -76,7 +76,7 @@ def streamed_executor(
     graphs: bool = True,
     worker: int = 0,
     make_agreement: Agrees | None = None,
-    apply_updates: Make = update,
+    apply_updates: ApplyUpdates = update,
     pool: Pool | None = None,
     team: ShardTeam | None = None,
 ) -> Executor:
@@ -104,7 +104,7 @@ def streamed_executor(
         adapted,
         part,
         weights=weights,
-        activations=OffloadedActivations(streamed, weights.waited)
+        activations=OffloadedActivations(streamed, weights.wait_time)
         if offloads
         else KeptActivations(part.own_stages),
         passes=CapturedVisits(adapted, stages, pool) if pool else PlainPasses(adapted, stages),

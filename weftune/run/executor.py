@@ -82,8 +82,8 @@ class Executor:
         timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """`worker` is the index of this worker over all replicas, and `part` the stages or shard of the base
-        that it holds."""
+        """Create an executor from its parts. `worker` is the index of this worker over all replicas, and
+        `part` the stages or shard of the base that it holds."""
         self.adapted = adapted
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
@@ -92,10 +92,10 @@ class Executor:
         self.overlapped = OverlappedPasses(adapted)
         self.scorer = Scorer(self.base.head() if self.base.is_last else None, self.banks.trained_head_rows)
         self._roster, self._timer = adapters.roster, timer
-        self.attached, self.dead = self._roster.trainings, self._roster.dead
+        self.attached, self.failed_jobs = self._roster.trainings, self._roster.failed_jobs
         self.home = adapters.home
         """Device that keeps the training state of attached jobs."""
-        self.fused = adapted.fused
+        self.is_fused = adapted.is_fused
         """Whether the base's layers run as fused ops."""
         self._last_stage = len(part.stages) - 1
         """Index of the model's last stage, which another worker may hold."""
@@ -113,8 +113,8 @@ class Executor:
         self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and tensors of the next microbatch, if they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
-        """Function that is called after every pass of a window, when no microbatch is bound to the base. A
-        decoder generates tokens there. None if there is no decoder."""
+        """Function that is called after every pass of a window, when no microbatch is bound to the base, so
+        that a decoder can generate tokens. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
@@ -147,14 +147,14 @@ class Executor:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> None:
-        self.attached[job].record_evaluation(loss, keep_best, min_delta, counts, score)
+        self.attached[job].record_evaluation(loss, keep_best, min_delta, is_requested, score)
 
     def use_mean_weights(self, job: str) -> None:
-        """Make passes read the mean of the job's last weights, which a sweep evaluates. Called between
-        windows; the job makes no optimizer step until `use_latest_weights`."""
+        """Make passes read the mean of the job's weights after its last steps, which a sweep evaluates.
+        Called between windows; the job makes no optimizer step until `use_latest_weights`."""
         self.adapters.use_weights(job, self.attached[job].evaluated_weights)
         # The mean is no version that any step computed.
         self._set_version(job, -1 - self.attached[job].progress.step)
@@ -183,9 +183,9 @@ class Executor:
         """Save a checkpoint between windows. In a run of one process, this is equivalent to `save`."""
         self.save(job, folder)
 
-    def unsaved(self) -> list[Unsaved]:
+    def take_unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
-        return self.writer.unsaved()
+        return self.writer.take_unsaved()
 
     def finish_saves(self, job: str) -> None:
         """Wait until the job's checkpoints are written or have failed."""
@@ -226,7 +226,7 @@ class Executor:
             )
             yield from self._run_actions(actions, StopRequest(stop), is_overdue)
             yield from self._guard_memory(self.agreement.finish_steps())
-            self.agreement.end_window(self.weights.waited)
+            self.agreement.end_window(self.weights.wait_time)
             if not self.agreement.shortage:
                 self.unfinished = unfinished_work(program)
 
@@ -263,7 +263,7 @@ class Executor:
                     return
                 late = request.is_overdue() or is_overdue()
                 if late and isinstance(action, Compute | HalfPass) and not self.agreement.shortage:
-                    yield from self._drop_unfinished()
+                    yield from self._drop_unfinished_passes()
                     if self.agreement.end_early():
                         return
                 self._timer.start()
@@ -285,7 +285,7 @@ class Executor:
             shortage = str(error) or "out of memory"
         if shortage:
             # Outside the handler, where no traceback holds the tensors of the failed pass any longer.
-            yield from self._drop_unfinished()
+            yield from self._drop_unfinished_passes()
             self.agreement.report_shortage(shortage)
 
     def _is_busy(self) -> bool:
@@ -307,7 +307,7 @@ class Executor:
                 self._release_sample_keys(passed.plan)
         yield from self.agreement.report_action(action, span, passed)
 
-    def _drop_unfinished(self) -> Iterator[Event]:
+    def _drop_unfinished_passes(self) -> Iterator[Event]:
         """Drop all unfinished passes. Optimizer steps that were already requested are finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
@@ -347,7 +347,7 @@ class Executor:
                 self._backward(StageVisit(number, stage))
             case Evaluate() | Score():
                 yield from self.agreement.handle_arrival(action.stage)
-                yield from self._pass_only_forward(action)
+                yield from self._run_forward_only(action)
             case Reduce(job, step, "scores"):
                 self.agreement.send_scores(job, step, self.scorer.kl_sums(job, step))
             case Reduce(job, step, "kl"):
@@ -378,7 +378,7 @@ class Executor:
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
             )
-            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.dead))
+            self.overlapped.begin_backward(visit, in_flight.scores.gradient_TD(self.failed_jobs))
         self.overlapped.backward_half(visit, index)
 
     def _forward(self, visit: StageVisit) -> None:
@@ -390,11 +390,11 @@ class Executor:
         # Not earlier: the microbatch is laid out while the data of the first Steps is still being copied.
         self._prepare_stage(visit.stage, plan, before_backward=False)
         if in_flight is not None:
-            self._pass_forward(in_flight, visit)
+            self._run_forward_pass(in_flight, visit)
         # After the pass, so that the device has work while the host launches these requests.
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
-    def _pass_forward(self, in_flight: InFlight, visit: StageVisit) -> None:
+    def _run_forward_pass(self, in_flight: InFlight, visit: StageVisit) -> None:
         last = visit.stage == self._last_stage
         if self.overlapped.is_open(visit):
             h_TD = self.overlapped.end_forward(visit)
@@ -424,7 +424,7 @@ class Executor:
             dinput_TD = None
         else:
             scores = in_flight.scores if stage == self._last_stage else None
-            dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
+            dh_TD = scores.gradient_TD(self.failed_jobs) if scores else self.activations.take_gradient(visit)
             dinput_TD = self.passes.backward(visit, in_flight, self._stage_input(visit), dh_TD)
         self.adapters.record_backward(stage, in_flight.pass_times.plan.jobs)
         if dinput_TD is not None:
@@ -433,11 +433,11 @@ class Executor:
         if stage == own[-1]:
             self._collect_losses(in_flight)
         if stage == own[0]:
-            self._prepare_next(number)
+            self._prepare_next_microbatch(number)
 
-    def _pass_only_forward(self, action: ForwardOnly) -> Iterator[Event]:
-        """Run a pass without a backward, for evaluation or scoring, of a microbatch over a stage, and yield
-        its events."""
+    def _run_forward_only(self, action: ForwardOnly) -> Iterator[Event]:
+        """Run a microbatch's pass over a stage without a backward, for evaluation or scoring, and yield its
+        events."""
         visit = StageVisit(action.microbatch, action.stage)
         plan = self._program.microbatches[visit.microbatch]
         in_flight = self._find_in_flight(visit, type(action))
@@ -461,8 +461,8 @@ class Executor:
 
     def _sample_scores(self, h_TD: Tensor, in_flight: InFlight) -> list[Scored]:
         """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
-        with the completion of another sample, for the KL term of KTO) are stored for the losses that
-        follow."""
+        with the completion of another sample, for the KL term of KTO) are stored for the losses that are
+        computed later."""
         segments, sums = (
             in_flight.pass_times.plan.segments,
             self.scorer.sample_logprobs(h_TD, in_flight.device_microbatch),
@@ -483,7 +483,7 @@ class Executor:
             self.scorer.set_kl_sums(job, step, sums)
         elif not self.agreement.shortage:
             # The loss of this replica's samples is not known either, and no Step may be made with another.
-            yield from self._drop_unfinished()
+            yield from self._drop_unfinished_passes()
             self.agreement.report_shortage(f"another replica could not score the samples of {job}")
 
     def _prepare_stage(self, stage: int, plan: MicrobatchPlan, before_backward: bool) -> None:
@@ -549,7 +549,7 @@ class Executor:
         base = self.base
         return to_device_microbatch(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
-    def _prepare_next(self, number: int) -> None:
+    def _prepare_next_microbatch(self, number: int) -> None:
         """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
         wait."""
         self._next_microbatch = None

@@ -20,7 +20,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event, Scored
-from weftune.run.measure.timers import DeviceSpan, Waited
+from weftune.run.measure.timers import DeviceSpan, WaitTime
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import TimedPass
@@ -60,8 +60,9 @@ class Agreement(Protocol):
 
     def begin_window(self, program: Program) -> None: ...
 
-    def end_window(self, waited: Waited) -> None:
-        """End a window. `waited` is the time that the device has waited for weights since the run began."""
+    def end_window(self, wait_time: WaitTime) -> None:
+        """End a window. `wait_time` is the time that the device has waited for weights since the run
+        began."""
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the part of a planned microbatch that this worker computes. Rows of failed jobs are left out

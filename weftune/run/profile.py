@@ -95,8 +95,8 @@ CASES = (
 """Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
 measure the time of kernel launches."""
 GPU_SCALE = 4
-BESIDE = CASES[1]
-"""Case that is measured again while other work runs in another thread (`concurrent_work` in
+CONCURRENT_CASE = CASES[1]
+"""Case that is measured a second time while other work runs in another thread (`concurrent_work` in
 `measure_profile`)."""
 
 
@@ -116,7 +116,7 @@ def measure_profile(
     cases = [replace(case, samples=scale * case.samples) for case in CASES if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
-    firsts: list[float] = []
+    first_seconds: list[float] = []
     delay = 0.0
     peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
@@ -124,11 +124,11 @@ def measure_profile(
             for done, case in enumerate(cases):
                 watch(number * len(cases) + done, len(DEPTHS) * len(cases))
                 bench.measure(case)
-            if concurrent_work is not None and depth == DEPTHS[-1] and BESIDE in cases:
-                delay = bench.measure_delay(BESIDE, concurrent_work)
+            if concurrent_work is not None and depth == DEPTHS[-1] and CONCURRENT_CASE in cases:
+                delay = bench.measure_delay(CONCURRENT_CASE, concurrent_work)
         passes += [LayeredPass(depth, *one) for one in bench.passes]
         steps += bench.steps
-        firsts += bench.first_seconds
+        first_seconds += bench.first_seconds
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
         key=device_profile_key(shape, device),
@@ -136,7 +136,7 @@ def measure_profile(
         passes=tuple(passes),
         steps=tuple(steps),
         seconds=time.monotonic() - began,
-        first_seconds=firsts[0] + delay if firsts and device.type == "cpu" else 0.0,
+        first_seconds=first_seconds[0] + delay if first_seconds and device.type == "cpu" else 0.0,
     )
 
 
@@ -160,7 +160,7 @@ def _shallow_base(
 
 
 class _Peaks:
-    """The peak bytes in use since the start of the profile, minus the bytes in use before it.
+    """The peak memory use in bytes since the start of the profile, minus the memory in use before it.
 
     An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
     The measured peak then equals that of a process that runs no larger pass.
@@ -190,8 +190,8 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each measured pass, with its peak bytes minus those of the base and the adapters, or 0 if its peak
-        did not exceed all earlier ones."""
+        """Each measured pass, with its peak memory use in bytes without that of the base and the adapters, or
+        0 if its peak did not exceed all earlier ones."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
         """For each case, the seconds by which the first pass took longer than a later one."""
@@ -268,7 +268,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
-        round_ = [_batch(case, name, previous_steps + number + 1) for name in names]
+        round_ = [_global_batch(case, name, previous_steps + number + 1) for name in names]
         segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
         microbatches.append(MicrobatchPlan(segments, padded_rows=case.tokens))
         if case.training:
@@ -279,7 +279,7 @@ def _program(case: ProfileCase, names: Sequence[str], rounds: int, previous_step
     return Program(case.tokens, tuple(microbatches), tuple(batches), (tuple(actions),))
 
 
-def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
+def _global_batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
     supervised = max(1, int(case.supervised_fraction * (case.length - 1)))
     samples = tuple(
         PlacedSample(number, case.length, number * case.length, supervised) for number in range(case.samples)

@@ -22,8 +22,8 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """`shards` sums gradients over the workers that divide every layer. None if layers are not
-        divided."""
+        """Create the store for the adapters of `adapted`. `shards` sums gradients over the workers that
+        divide every layer. None if layers are not divided."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
         """Device that keeps the training state of attached jobs."""
@@ -44,12 +44,12 @@ class ResidentAdapters:
             self._adapted.banks.detach(job)
         if self._shards is not None:
             self._shards.detach(job)
-        self.roster.dead.discard(job)
+        self.roster.failed_jobs.discard(job)
         return self.roster.trainings.pop(job)
 
     def kill(self, job: str) -> None:
         """Mark a job as failed: its rows and actions are skipped from now on."""
-        self.roster.dead.add(job)
+        self.roster.failed_jobs.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
             self.roster.trainings[job].drop_open_batch()

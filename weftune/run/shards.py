@@ -74,7 +74,7 @@ class Shards:
         del self._parts[job]
 
     def drop_gradient(self, job: str) -> None:
-        """Drop the local gradient of an unfinished global batch."""
+        """Set this shard's part of a job's gradient to zero, because the job's global batch is dropped."""
         self._parts[job].gradient.zero_()
 
     def update_weights(self, job: str, weights: Tensor) -> None:

@@ -339,7 +339,7 @@ class TrainingService:
         shared = SharedData(self.encoder, cache, self.shape.context)
         job = prepare_job(spec, submission.number, self.tokenizer, self.shape, cache, None, shared)
         assert self.loop is not None
-        self.loop.answers.check(job)
+        self.loop.answers.check_memory(job)
         if submission.sweep is not None:
             self._begin_sweep(submission.sweep)
         priority = spec.priority if row is None else row.priority

@@ -43,22 +43,22 @@ class TimelineWatcher:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
-        self._predicted: DrawnTimeline | None = None
+        self._predicted_timeline: DrawnTimeline | None = None
         self._timelines: Timelines | None = None
         """Timelines of the last training window that began with measured speeds; None before the first."""
 
     def begin(self, program: Program) -> None:
         # Computed before the window runs: afterwards the paces have learnt from it.
         paces = self._driver.paces
-        known = program.batches and paces.measured
-        self._predicted = prepare_timeline(paces.timeline(program), program) if known else None
+        known = program.batches and paces.has_measurements
+        self._predicted_timeline = prepare_timeline(paces.timeline(program), program) if known else None
 
     def end(self, program: Program) -> None:
         reports = self._driver.reports
         self._trace.add(program, reports)
-        if self._predicted is not None and not any(report.shortage for report in reports):
+        if self._predicted_timeline is not None and not any(report.shortage for report in reports):
             self._timelines = Timelines(
-                foreseen=self._predicted, measured=prepare_timeline(make_timeline(reports), program)
+                foreseen=self._predicted_timeline, measured=prepare_timeline(make_timeline(reports), program)
             )
 
     def close(self, output: Path) -> None:
@@ -80,10 +80,10 @@ class Engine:
     pacing: Callable[[], Pacing | None] = lambda: None
     """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that returns a predictor of the time of windows for the attached jobs, or None if the learned
-    time model predicts it, as with a single worker."""
+    """Function that returns a predictor of the time of windows for the attached jobs. It returns None if the
+    learned time model predicts this time, as with a single worker."""
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
-    """Function that returns the peak bytes in use on each other worker."""
+    """Function that returns the peak memory use, in bytes, of each other worker."""
     deterministic: bool = False
     """Whether windows are planned without using measurements of the run."""
 
@@ -154,7 +154,7 @@ def _workers_engine(
         timeline=None if options.share else TimelineWatcher(driver),
         pacing=lambda: choice.pacing(
             paces(),
-            are_measured=driver.paces.measured and not options.deterministic,
+            are_measured=driver.paces.has_measurements and not options.deterministic,
             # A run that resumes begins with an empty pipeline, and must come to the same microbatches.
             hands_over=not options.deterministic,
         ),
@@ -176,7 +176,7 @@ def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> 
     measured, the profile."""
 
     def price(program: Program) -> float | None:
-        if driver.paces.measured:
+        if driver.paces.has_measurements:
             return driver.paces.predicted_seconds(program)
         return choice.predict_seconds(program, shapes)
 
@@ -189,12 +189,12 @@ def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: flo
     if isinstance(executor, Driver):
         reports, shards = executor.reports, executor.shards
         copied_bytes = shards * sum(report.copied_bytes for report in reports)
-        waited = max((report.waited for report in reports), default=0.0)
+        waited = max((report.waited_seconds for report in reports), default=0.0)
         source = f"host to {shards * len(reports)} workers; the one that waited longest for it did so"
         seconds = seconds if reports else 0.0
     else:
-        weights = executor.weights.waited
-        copied_bytes, waited = weights.copied_bytes, weights.total()
+        weights = executor.weights.wait_time
+        copied_bytes, waited = weights.copied_bytes, weights.total_seconds()
         source = (
             f"{'files of the base' if choice.reads_weight_files else 'host'}; training waited for the host"
         )

@@ -175,12 +175,12 @@ def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> d
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}
-    found: dict[str, float] = {}
+    losses: dict[str, float] = {}
     for into in INTO:
         model, device = merged_model(folder, base, dtype, into), best_device()
         torch.nn.Module.to(model, device)
-        found[into] = mean_loss(model.eval(), samples, device)
-    return found
+        losses[into] = mean_loss(model.eval(), samples, device)
+    return losses
 
 
 def evaluation_rows(folder: Path, base: BaseSpec) -> Samples | None:

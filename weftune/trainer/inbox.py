@@ -29,7 +29,7 @@ from weftune.trainer.job import PreparedJob
 if TYPE_CHECKING:
     from weftune.trainer.loop import Loop
 
-NAMED_JOBS = 8
+MAX_NAMED_JOBS = 8
 """Maximum number of job names in the answer to a request that adds jobs."""
 
 
@@ -221,7 +221,7 @@ class FolderInbox:
         if not added_path(path).exists():
             try:
                 jobs = self._prepare(request, partial(keep_added_file, path))
-                listed, more = [job.name for job in jobs[:NAMED_JOBS]], len(jobs) - NAMED_JOBS
+                listed, more = [job.name for job in jobs[:MAX_NAMED_JOBS]], len(jobs) - MAX_NAMED_JOBS
                 names = ", ".join([*listed, *([f"{more} more"] if more > 0 else [])])
                 verb = "has" if len(jobs) == 1 else "have"
                 answer = RequestAnswer(accepted=True, sentence=f"{names} {verb} joined the run")

@@ -145,7 +145,7 @@ class Journal:
     ) -> None:
         """Record an executed window with predicted and measured values. `cost` is the time model fitted with
         the window's passes: it predicts how long the jobs would have taken one after another. `worker_peaks`
-        are the peak bytes of each worker."""
+        are the peak memory uses of the workers in bytes."""
         trained = [one for one in outcome.passes if one.training]
         closed = closed_batches(program)
         batches = [batch for batch in program.batches if (batch.job, batch.step) in closed]

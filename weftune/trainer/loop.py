@@ -70,8 +70,8 @@ class TimedWindow:
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
     """Return why a job that has begun cannot resume from its checkpoints, and how the user can continue
     it."""
-    what = "none of its checkpoints is whole" if survey.damaged else "its checkpoints are gone"
-    names = f" ({', '.join(path.name for path in survey.damaged)})" if survey.damaged else ""
+    what = "none of its checkpoints is whole" if survey.damaged_paths else "its checkpoints are gone"
+    names = f" ({', '.join(path.name for path in survey.damaged_paths)})" if survey.damaged_paths else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
@@ -104,7 +104,7 @@ class Loop:
         self.journal = journal
         self.fitted_models = FittedModels(
             initial_cost=engine.initial_cost_model,
-            memory=replace(engine.choice.memory, uses_fused_ops=self.executor.fused),
+            memory=replace(engine.choice.memory, uses_fused_ops=self.executor.is_fused),
             first_seconds=engine.choice.first_pass_seconds,
         )
         self.seconds = 0.0
@@ -139,7 +139,7 @@ class Loop:
         """Maps each attached job to the time at which it was admitted or its last checkpoint was begun."""
         self.sweeps = Sweeps()
         """The sweeps whose trials are jobs of this run."""
-        self.add: Callable[[JobSpec], Any] | None = None
+        self.add_proposed_job: Callable[[JobSpec], Any] | None = None
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
         """Source of requests, which are read at window boundaries."""
@@ -344,7 +344,7 @@ class Loop:
         except UserError as error:
             self.journal.set_state(spec.name, State.FAILED, str(error))
             return
-        if not restored and (found.damaged or (has_begun and source)):
+        if not restored and (found.damaged_paths or (has_begun and source)):
             self.journal.set_state(
                 spec.name, State.PAUSED, lost_checkpoint_reason(self.store, spec.name, found)
             )
@@ -357,7 +357,7 @@ class Loop:
                 self.result_writer.write_job_file(job)
             else:
                 pending_write.result()
-            checkpoint.rename_damaged(found.damaged)
+            checkpoint.rename_damaged(found.damaged_paths)
         except (OSError, OutputError) as error:
             remedy = f"correct that, and resume with {self.store.resume_line()}"
             self.journal.set_state(spec.name, State.PAUSED, f"{error}; {remedy}")
@@ -556,7 +556,7 @@ class Loop:
         )
 
     def _peak_bytes(self) -> list[int]:
-        """Return the peak bytes in use on each worker."""
+        """Return the peak memory use of each worker in bytes."""
         return [peak_bytes(self.base.device), *self.engine.other_peak_bytes()]
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:
@@ -682,7 +682,7 @@ class Loop:
             case Evaluated():
                 self._record_evaluation(event)
             case Scored():
-                self.references.record(event)
+                self.references.record_scores(event)
             case SaveDue(job):
                 self._save_checkpoint(job, self.executor.save)
             case Failed(job, reason):
@@ -732,7 +732,7 @@ class Loop:
 
     def _handle_writes(self) -> None:
         """Handle the writes that have completed or failed since the last call."""
-        for one in self.executor.unsaved():
+        for one in self.executor.take_unsaved():
             self._pause_unsaved(one)
         self.result_writer.record_finished_writes()
 
@@ -787,7 +787,8 @@ class Loop:
         return not self.executor.unfinished.steps.keys().isdisjoint(names)
 
     def _end_complete_jobs(self) -> None:
-        """Set the endings of jobs that have made their last step and have been evaluated."""
+        """Mark jobs that have made their last step and have been evaluated as succeeded, unless another
+        ending has been set. They are detached at the window's end."""
         for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
                 name
@@ -851,8 +852,8 @@ class Loop:
             self._leave_sweep(name, reason)
         self._requeue_jobs(orders.rest_reasons, are_resting_trials=True)
         self._detach_ended()
-        if self.add is not None:
-            self.sweeps.propose_trials(self.add, self.journal.note)
+        if self.add_proposed_job is not None:
+            self.sweeps.propose_trials(self.add_proposed_job, self.journal.note)
         self._handle_writes()
         return not before.issuperset(self.waiting_jobs)
 

@@ -20,7 +20,7 @@ from weftune.plan.layout.choose import PROCESS_BYTES, Machine
 from weftune.plan.layout.need import StreamDevice, file_device, gpu_device
 from weftune.plan.window.pace import data_sheet_device_speed, data_sheet_link
 from weftune.run.measure.link import measure_file_bandwidth, measure_link
-from weftune.run.measure.memory import GPU_SHARE, budget_bytes, bytes_before_base, fixed_budget_bytes
+from weftune.run.measure.memory import GPU_FRACTION, budget_bytes, bytes_before_base, fixed_budget_bytes
 from weftune.run.profile import device_profile_key
 from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
@@ -28,7 +28,7 @@ from weftune.trainer.options import Options, host_budget
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
 """Speeds that are assumed if nothing may be measured: operations per second and memory bytes per second of a
 GPU without a data sheet, and bytes per second of a disk."""
-WARNED_SHARE = 0.9
+MIN_FREE_FRACTION = 0.9
 """Minimum fraction of the planned memory that must be free. Otherwise a deterministic run prints a
 warning."""
 
@@ -84,7 +84,7 @@ def launcher_machine(
         device_bytes = fixed_budget_bytes(device)
     elif on_gpu:
         # Not the free memory: querying it creates a context on every GPU, in a process that needs none.
-        device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_SHARE)
+        device_bytes = int(min(gpu.total_memory for gpu in gpus) * GPU_FRACTION)
     else:
         device_bytes = budget_bytes(device)
     return options.machine(
@@ -100,8 +100,8 @@ def launcher_machine(
 
 
 def _device_flops(is_required: bool) -> float | None:
-    """Return the peak FLOP/s of this machine's GPUs according to their data sheet. None if it is unknown, or
-    unless `is_required`."""
+    """Return the peak FLOP/s of this machine's GPUs according to their data sheet. None if the value is
+    unknown or not required."""
     speed = data_sheet_device_speed(on_gpu=True) if is_required else None
     return None if speed is None else speed.flops
 
@@ -120,7 +120,7 @@ def memory_warning(options: Options, device: torch.device) -> str:
     if not options.deterministic or options.gpu_memory or options.memory:
         return ""
     free, planned = budget_bytes(device), fixed_budget_bytes(device)
-    if free >= WARNED_SHARE * planned:
+    if free >= MIN_FREE_FRACTION * planned:
         return ""
     return (
         f"warning: deterministic: this run is planned for {format_bytes(planned)} whatever is free, and now "

@@ -40,14 +40,15 @@ class Options:
     """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
     allowed keys."""
     memory: int | None = None
-    """Maximum bytes of memory for the run. None means most of the free memory."""
+    """Maximum memory of the run in bytes. None means most of the free memory."""
     gpu_memory: int | None = None
-    """Maximum bytes of GPU memory for the run; a larger base is streamed from host memory."""
+    """Maximum GPU memory of the run in bytes; a larger base is streamed from host memory."""
     capacity: int | None = None
     """Maximum number of tokens per microbatch. None derives it from device and memory."""
     decoder_bytes: int = 0
-    """Bytes of device memory reserved for sequences that are generated while jobs train: for keys and values,
-    and for adapters that do not train. Jobs with `eval.generate` reserve what they need by themselves."""
+    """Size in bytes of the device memory reserved for sequences that are generated while jobs train: for keys
+    and values, and for adapters that do not train. Jobs with `eval.generate` reserve what they need by
+    themselves."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
@@ -58,7 +59,8 @@ class Options:
     share: int | None = None
     """Index of this process's share of the jobs. None if the jobs are not divided into shares."""
     shares: int = 1
-    """Number of shares of the jobs, each with processes of its own; they also share the host's memory."""
+    """Number of shares of the jobs. Each share has separate processes, and all of them divide the host's
+    memory."""
     command: str = PYTHON_COMMAND
     """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
     pipeline: int | None = None
@@ -98,7 +100,7 @@ class Options:
 
     @property
     def workers_per_share(self) -> int:
-        """Number of processes that hold one base together, or its replicas."""
+        """Number of processes that train one share of the jobs: stages times replicas times shards."""
         return (self.pipeline or 1) * self.replicas * (self.shards or 1)
 
     def machine(
@@ -117,7 +119,8 @@ class Options:
         worker_profile: Profile | None = None,
         gpu: Callable[[int, int, int], StreamDevice],
     ) -> Machine:
-        """Return the machine for `workers` workers per replica, `workers_per_device` of which share a device.
+        """Return the machine that the planner assumes, with `workers` workers per replica, of which
+        `workers_per_device` share a device.
 
         `device_bytes` is the memory of a device that a run without a limit may use.
         """
@@ -152,7 +155,7 @@ class Options:
 
 
 def host_budget(deterministic: bool = False) -> int:
-    """Return the bytes of host memory for a run: a fraction of the free bytes, or of all bytes if
+    """Return the host memory for a run in bytes: a fraction of the free memory, or of all memory if
     `deterministic`."""
     import psutil
 

@@ -23,7 +23,7 @@ from weftune.errors import OutputError
 from weftune.run.events import Scored
 from weftune.trainer.job import PreparedJob
 
-COPY = "references"
+COPY_FILE = "references"
 """Name of the file, in the folder of a job's checkpoints, that holds the job's reference
 log-probabilities."""
 PROBED_ROWS = 64
@@ -32,7 +32,8 @@ PROBED_ROWS = 64
 
 @dataclass(slots=True)
 class _Unscored:
-    """Reference log-probabilities of which some are not known yet, and the jobs that wait for them."""
+    """Reference log-probabilities of one set of samples, some of which are not computed yet, and the jobs
+    that wait for them."""
 
     key: str
     """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""
@@ -55,13 +56,13 @@ class _Unscored:
 
 
 class References:
-    def __init__(self, base: Base, folder: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, base: Base, folder: Path, show_note: Callable[[str], None]) -> None:
         """Create the reference log-probabilities of a run, none of which are known yet. `folder` is the cache
-        of tokenised samples, and `note` is called with sentences for the user."""
-        self._base, self._folder, self._note = base, folder, note
+        of tokenised samples, and `show_note` is called with sentences for the user."""
+        self._base, self._folder, self._note = base, folder, show_note
         self._base_key = ""
         """Hash of the base, computed when a job first needs it."""
-        self._unscored: dict[str, _Unscored] = {}
+        self._unscored_samples: dict[str, _Unscored] = {}
         """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
         Jobs with the same hash share them."""
 
@@ -78,7 +79,7 @@ class References:
         data = job.reference_data
         if data is None or job.data.train.references is not None:
             return job
-        copy, count = checkpoints / COPY, sum(map(len, data.parts))
+        copy, count = checkpoints / COPY_FILE, sum(map(len, data.parts))
         key = self._reference_key(job)
         if (found := read_references(copy, key, count)) is not None:
             return job.with_references(found)
@@ -88,12 +89,12 @@ class References:
         is_known = start_folder is not None or not from_adapter
         policy = _policy_key(job, key, start_folder) if is_known else job.name
         shared = self._folder / f"references-{policy}" if is_known else None
-        if policy not in self._unscored:
+        if policy not in self._unscored_samples:
             logprobs = None if shared is None else read_references(shared, key, count)
-            self._unscored[policy] = _Unscored(
+            self._unscored_samples[policy] = _Unscored(
                 key, np.full(count, np.nan) if logprobs is None else logprobs, shared
             )
-        waiting = self._unscored[policy]
+        waiting = self._unscored_samples[policy]
         waiting.copies[job.name] = copy
         if not waiting.is_complete():
             return job
@@ -111,36 +112,36 @@ class References:
     def remove_job(self, job: str) -> None:
         """Remove a job that is detached. Log-probabilities that no other job waits for then remain on disk
         only."""
-        for policy, one in list(self._unscored.items()):
+        for policy, one in list(self._unscored_samples.items()):
             one.copies.pop(job, None)
             if not one.copies:
-                del self._unscored[policy]
+                del self._unscored_samples[policy]
 
     def pending_scores(self) -> dict[str, NDArray[np.int64]]:
         """Return a map from each waiting job to the samples that it scores. If several jobs wait for the same
         log-probabilities, one job scores all samples and the other jobs score none."""
-        found: dict[str, NDArray[np.int64]] = {}
-        for one in self._unscored.values():
+        samples: dict[str, NDArray[np.int64]] = {}
+        for one in self._unscored_samples.values():
             first, *others = one.copies
-            found[first] = np.flatnonzero(np.isnan(one.logprobs))
-            found |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
-        return found
+            samples[first] = np.flatnonzero(np.isnan(one.logprobs))
+            samples |= dict.fromkeys(others, np.empty(0, dtype=np.int64))
+        return samples
 
-    def record(self, scores: Scored) -> None:
-        for one in self._unscored.values():
+    def record_scores(self, scores: Scored) -> None:
+        for one in self._unscored_samples.values():
             if scores.job in one.copies:
                 one.logprobs[list(scores.samples)] = scores.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
         """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
         longer wait."""
-        found: dict[str, NDArray[np.float64]] = {}
-        for policy, one in list(self._unscored.items()):
+        logprobs: dict[str, NDArray[np.float64]] = {}
+        for policy, one in list(self._unscored_samples.items()):
             self._write_files(one)
             if one.is_complete():
-                found |= dict.fromkeys(one.copies, one.logprobs)
-                del self._unscored[policy]
-        return found
+                logprobs |= dict.fromkeys(one.copies, one.logprobs)
+                del self._unscored_samples[policy]
+        return logprobs
 
     def _write_files(self, unscored_samples: _Unscored) -> None:
         """Write reference log-probabilities to their files. Errors are not raised, since training continues

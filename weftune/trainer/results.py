@@ -45,7 +45,7 @@ from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 
-PARTIAL = ".adapter.partial"
+PARTIAL_FOLDER = ".adapter.partial"
 """Folder inside a job's folder for an adapter that is being written."""
 RECORDED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
@@ -173,8 +173,8 @@ def _overlaps_key(key: str, keys: Collection[str]) -> bool:
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
     """Raise OutputError if adapters and checkpoints of the jobs need more bytes than are free on the disk.
 
-    Jobs hold checkpoints while they train, so all checkpoints together are no larger than what the memory of
-    this machine holds, however many jobs wait.
+    Only jobs that train hold checkpoints. All checkpoints together are therefore no larger than the memory of
+    this machine, however many jobs wait.
     """
     value = max(4, shape.bytes_per_value)
     adapters = sum(value * job.shape.trainable_parameters for job in jobs)
@@ -231,7 +231,8 @@ class TokenizerFiles:
 
 
 def prepare_result(job: PreparedJob | None, tokenizer: TokenizerFiles) -> None:
-    """Do in advance the slow parts of writing an adapter that do not depend on its weights."""
+    """Import PEFT and create the tokenizer's files ahead of time, since both are slow and needed to write an
+    adapter."""
     with suppress(ImportError):
         importlib.import_module("peft")
     tokenizer.files_with_template(job)
@@ -251,7 +252,7 @@ def write_result(
     exists, all of them do. Raises OSError if they cannot be written, and then leaves none of them.
     """
     kind = get_kind(job.spec.adapter.kind)
-    draft = folder / PARTIAL
+    draft = folder / PARTIAL_FOLDER
     shutil.rmtree(draft, ignore_errors=True)
     try:
         with disk_errors():

@@ -68,7 +68,7 @@ class Sweeps:
             return job
         spans = mean_weight_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = (
-            replace(job.recipe, averaged=spans),
+            replace(job.recipe, averaged_spans=spans),
             replace(job.shape, mean_vectors=1 if spans else 0),
         )
         return replace(job, recipe=recipe, shape=shape)

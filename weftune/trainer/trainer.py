@@ -1,4 +1,4 @@
-"""Runs in Python: a `Trainer`, to which jobs are added."""
+"""The `Trainer`, with which Python code adds jobs and trains them together in a run."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Trainer:
         finally:
             end_workers()
         for job in ready:
-            self.loop.answers.check(job)
+            self.loop.answers.check_memory(job)
         return ready
 
     def _prepare_added_jobs(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
@@ -317,7 +317,7 @@ class Trainer:
                 )
                 stack.callback(loggers.close)
                 self.loop = self._create_loop(engine, store, Journal(store, self.view, loggers.log))
-                self.loop.sweeps, self.loop.add = sweeps, self.add
+                self.loop.sweeps, self.loop.add_proposed_job = sweeps, self.add
                 inbox = FolderInbox(store.records, self._prepare_added_jobs, self._note_recorder(store))
                 self.loop.inbox = inbox
                 stack.callback(inbox.close)
@@ -477,14 +477,14 @@ class Trainer:
         found = checkpoint.survey(folder)
         has_begun = name in store and store.job(name).step > 0
         if found.progress is not None:
-            if found.damaged:
-                names = ", ".join(path.name for path in found.damaged)
+            if found.damaged_paths:
+                names = ", ".join(path.name for path in found.damaged_paths)
                 self._note_recorder(store)(
                     f"{name}: damaged checkpoints are left aside ({names}); it resumes from step "
                     f"{found.progress.step}."
                 )
             return False
-        if not found.damaged and not (has_begun and not folder.exists()):
+        if not found.damaged_paths and not (has_begun and not folder.exists()):
             return False
         store.pause_job(name, lost_checkpoint_reason(store, name, found))
         self.view.update(JobRecord(name=name, state=State.PAUSED, reason=store.job(name).reason))
@@ -508,23 +508,23 @@ class Trainer:
     @phase(Phase.TOKENISING)
     def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:
         """Prepare all jobs for training. Raise one error that lists everything that is wrong with them."""
-        ready: list[PreparedJob] = []
+        prepared_jobs: list[PreparedJob] = []
         mistakes: list[Mistake] = []
         if not jobs:
-            return ready
+            return prepared_jobs
         # Not kept: the jobs hold their data themselves, as long as they need them.
         shared = self._shared_data(shape)
         order = {name: number for number, name in enumerate(self.jobs)}
         for job in jobs:
             try:
-                ready.append(self._prepare_job(job, order[job.name], shape, store, shared))
+                prepared_jobs.append(self._prepare_job(job, order[job.name], shape, store, shared))
             except OutputError:
                 raise
             except UserError as error:
                 mistakes += error.mistakes
         if mistakes:
             raise SpecError(dict.fromkeys(mistakes))
-        return ready
+        return prepared_jobs
 
     def _shared_data(self, shape: ModelShape) -> SharedData:
         if self._encoder is None:
@@ -554,7 +554,8 @@ class Trainer:
         return apply_changes(job, self.options.changes) if job.name in self.options.retry else job
 
     def prepare_output(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Prepare the output so that the run can be resumed if it is killed at any later moment."""
+        """Record the jobs, retries and restarts of the run in the output folder, so that the run can be
+        resumed if it is killed at any later moment."""
         for name in self.options.restart:
             store.restart_job(name)
         for job in prepared_jobs:

@@ -18,9 +18,9 @@ VANISHED_GRADIENT = 1e-6
 """Maximum gradient norm for which an adapter counts as no longer learning."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
-SLOW = 2.0
+SLOW_RATIO = 2.0
 """Ratio of measured to planned seconds from which a run counts as slow."""
-LEAST_SECONDS = 10.0
+MIN_COMPARED_SECONDS = 10.0
 """Minimum total seconds of the windows that are compared with their plan, since a pause of the system
 distorts shorter times."""
 
@@ -91,7 +91,7 @@ class SlowRun:
             return ""
         self._planned += planned_seconds
         self._seconds += seconds
-        if self._seconds < LEAST_SECONDS:
+        if self._seconds < MIN_COMPARED_SECONDS:
             return ""
         others, cores = self._load.other_cores(), psutil.cpu_count() or 1
         threads = torch.get_num_threads()
@@ -109,7 +109,7 @@ def slow_run_warning(
     If the cores are free, only a plan based on a profile of the machine shows that something is wrong: few
     runs reach the speed of a data sheet.
     """
-    if seconds < SLOW * planned_seconds:
+    if seconds < SLOW_RATIO * planned_seconds:
         return ""
     what = f"warning: training takes {seconds / planned_seconds:.1f} times as long as planned"
     if other_cores + threads > 1.1 * cores:

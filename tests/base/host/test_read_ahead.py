@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_read_is_left_to_the_loader(folder):
 
 
 def test_files_that_do_not_fit_the_free_memory_are_not_read(folder, monkeypatch):
-    monkeypatch.setattr(read_ahead, "FREE_SHARE", 0.0)
+    monkeypatch.setattr(read_ahead, "MAX_FREE_FRACTION", 0.0)
     assert weight_files(BaseSpec(model=str(folder))) == []
 
 

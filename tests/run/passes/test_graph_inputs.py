@@ -166,7 +166,7 @@ def test_who_comes_aboard_again_has_another_key_and_who_was_not_there_has_no_par
     jobs, microbatch = ScoredJobs(one_layer("llama"), SPECS), microbatch_of(FIRST)
     before = jobs.key(microbatch)
     assert [one.job for one in before.gathered_jobs] == ["relu", "gelu", "silu", "short", "long"]
-    assert [(one.keys, one.samples) for one in before.gathered_jobs[3:]] == [(2, 1), (5, 4)]
+    assert [(one.prefix_keys, one.samples) for one in before.gathered_jobs[3:]] == [(2, 1), (5, 4)]
     jobs.adapted.banks.detach("gelu")
     jobs.attach("gelu", SPECS["gelu"])
     assert jobs.key(microbatch) != before

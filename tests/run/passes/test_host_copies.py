@@ -25,9 +25,9 @@ def test_the_first_vector_of_a_layer_can_be_requested_before_the_others():
     store, given = HostStore(CPU), vectors(3)
     fetches = [store.store_vector(layer, one) for layer, one in zip((0, 1, 1), given, strict=True)]
     store.request(1, count=1)
-    assert list(store._incoming) == [(1, 0)]
+    assert list(store._incoming_vectors) == [(1, 0)]
     store.request(1)
-    assert list(store._incoming) == [(1, 0), (1, 1)]
+    assert list(store._incoming_vectors) == [(1, 0), (1, 1)]
     assert [fetch().tolist() for fetch in fetches] == [one.tolist() for one in given]
 
 

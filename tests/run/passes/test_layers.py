@@ -94,7 +94,7 @@ def adapted_executor(base, jobs, route, monkeypatch):
     """An executor whose kernels are interpreted if it is to have any."""
     monkeypatch.setenv("TRITON_INTERPRET", str(int(route is Route.tiled)))
     executor = executors.executor_with(base, jobs, route)
-    assert executor.fused == (route is Route.tiled)
+    assert executor.is_fused == (route is Route.tiled)
     return executor
 
 
@@ -120,7 +120,7 @@ def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family,
     microbatch = packed(random_samples((9, 1)))
     plain_TD = base.hidden(microbatch)
     adapted = AdaptedBase(base, Route.tiled)
-    assert adapted.fused
+    assert adapted.is_fused
     torch.testing.assert_close(base.hidden(microbatch), plain_TD, rtol=1e-5, atol=1e-5)
     adapted.restore_base()
     assert torch.equal(base.hidden(microbatch), plain_TD)
@@ -350,7 +350,7 @@ def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch)
     truths = decoded(exact.model, x_TD.double(), samples, dh_TD)
     plains = decoded(base.model, x_TD, samples, dh_TD)
     adapted = AdaptedBase(base, Route.tiled)
-    assert adapted.fused
+    assert adapted.is_fused
     fused = decoded(base.model, x_TD, samples, dh_TD)
     for got, plain, truth in zip(fused, plains, truths, strict=True):
         rounding = torch.finfo(torch.float32).eps * truth.norm()
@@ -384,7 +384,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monke
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
     jobs = jobs_for(base.whole)
     executor = streamed_executor(base, Route.tiled)
-    assert executor.fused
+    assert executor.is_fused
     assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
     for job in jobs:
         executor.attach(executors.job_training(base.whole, job))

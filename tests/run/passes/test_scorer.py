@@ -24,7 +24,7 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
     def made(together: bool) -> tuple[Scores, torch.Tensor]:
         leaf_TD = h_TD.clone().requires_grad_()
         if together:
-            scores = scorer.score_together(leaf_TD, laid, program.supervised)
+            scores = scorer.score_segments_together(leaf_TD, laid, program.supervised)
         else:
             scores = scorer.score(leaf_TD, laid, program.supervised, program.sample_counts)
         return scores, scores.gradient_TD(failed_jobs={"job3"})

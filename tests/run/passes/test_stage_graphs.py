@@ -23,7 +23,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import to_device_microbatch
-from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, VisitKind
+from weftune.run.passes.stage_graphs import MAX_KEYS, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
 from weftune.trainer.job import collate_plan
 
@@ -245,8 +245,8 @@ def test_another_error_in_a_capture_is_told():
 
 def test_of_too_many_keys_the_one_met_longest_ago_is_forgotten():
     jobs = StagedJobs(Repeating())
-    laid = [jobs.laid(length) for length in range(3, 4 + MOST_KEYS)]
-    assert len(laid) == MOST_KEYS + 1
+    laid = [jobs.laid(length) for length in range(3, 4 + MAX_KEYS)]
+    assert len(laid) == MAX_KEYS + 1
     for _ in range(2):
         jobs.round(laid[0])
     jobs.round(*laid[1:-1])

@@ -33,7 +33,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import max_rows_in_flight
-from weftune.run.measure.timers import Waited
+from weftune.run.measure.timers import WaitTime
 from weftune.run.passes.rows import StageVisit
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 
@@ -187,7 +187,7 @@ def test_what_comes_back_is_told_among_what_came_from_the_host():
         executor, jobs = executor_and_jobs(cut)
         program = plan_window([job.job_window(0, 1, False) for job in jobs], cut, CAPACITY)
         run(executor, program, jobs)
-        copied[cut.offloads_inputs] = executor.weights.waited.copied_bytes
+        copied[cut.offloads_inputs] = executor.weights.wait_time.copied_bytes
     rows = sum(one.rows for one in program.microbatches)
     assert copied[True] - copied[False] == (LAYERS - 2) * rows * executor.base.shape.hidden * 4
 
@@ -200,7 +200,7 @@ def keeper(stages, rows):
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
     assert stages <= LAYERS
     chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
-    return OffloadedActivations(replace(base, part=chosen.for_worker(0)), Waited())
+    return OffloadedActivations(replace(base, part=chosen.for_worker(0)), WaitTime())
 
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():

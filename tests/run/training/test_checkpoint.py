@@ -172,7 +172,9 @@ def test_a_checkpoint_of_another_adapter_is_not_taken(tmp_path, base, fresh):
 
 def averaging(base, spans):
     job = executors.prepare(base, "a")
-    return lambda: executors.job_training(base, replace(job, recipe=replace(job.recipe, averaged=spans)))
+    return lambda: executors.job_training(
+        base, replace(job, recipe=replace(job.recipe, averaged_spans=spans))
+    )
 
 
 def test_a_mean_comes_back_to_the_bit_and_is_there_only_inside_its_span(tmp_path, base):

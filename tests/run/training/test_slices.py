@@ -127,7 +127,7 @@ def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_hav
 
 
 def test_a_mean_is_read_from_the_slices_of_all_stages(ready, tmp_path):
-    averaged = replace(ready, recipe=replace(ready.recipe, averaged=((4, 8),)))
+    averaged = replace(ready, recipe=replace(ready.recipe, averaged_spans=((4, 8),)))
     parts = [stepped(slice_training(averaged, start, start + 2)) for start in (0, 2)]
     for part in parts:
         part.progress.averaged = 2

@@ -54,7 +54,7 @@ def test_a_checkpoint_holds_the_state_of_its_snapshot_whatever_is_trained_meanwh
     writer.wait("a")
     assert checkpoint.restore(tmp_path, restored)
     assert same(restored, want)
-    assert writer.unsaved() == []
+    assert writer.take_unsaved() == []
 
 
 def test_a_jobs_checkpoints_are_written_in_the_order_of_its_steps(tmp_path, writer, fresh):
@@ -88,11 +88,11 @@ def test_a_disk_that_fails_is_told_with_job_step_and_reason_and_once(tmp_path, w
     with Disk(tmp_path, lambda number: number == 4, errno.ENOSPC).watched():
         save(writer, tmp_path, training)
         writer.wait("a")
-    assert writer.unsaved() == [Unsaved("a", 2, os.strerror(errno.ENOSPC))]
-    assert writer.unsaved() == []
+    assert writer.take_unsaved() == [Unsaved("a", 2, os.strerror(errno.ENOSPC))]
+    assert writer.take_unsaved() == []
     save(writer, tmp_path, training)
     writer.wait("a")
-    assert writer.unsaved() == []
+    assert writer.take_unsaved() == []
     assert checkpoint.newest_progress(tmp_path) == training.progress
 
 
@@ -105,7 +105,7 @@ def test_however_many_saves_are_under_way_asking_for_failed_ones_goes_through_no
     for at in range(20):
         save(writer, tmp_path / str(at), training)
     monkeypatch.setattr(Future, "done", lambda future: asked.append(future))
-    assert writer.unsaved() == []
+    assert writer.take_unsaved() == []
     assert asked == []
     monkeypatch.undo()
     goes_on.set()
@@ -120,7 +120,7 @@ def test_a_bug_in_the_thread_is_raised_where_it_is_asked(tmp_path, writer, fresh
     save(writer, tmp_path, fresh())
     writer.wait("a")
     with pytest.raises(ValueError, match="a bug"):
-        writer.unsaved()
+        writer.take_unsaved()
 
 
 def test_what_has_not_begun_can_be_forgotten_and_its_memory_comes_back(tmp_path, fresh):
@@ -134,7 +134,7 @@ def test_what_has_not_begun_can_be_forgotten_and_its_memory_comes_back(tmp_path,
         writer.forget("a")
     goes_on.set()
     writer.close()
-    assert writer.unsaved() == []
+    assert writer.take_unsaved() == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -91,7 +91,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
     for _ in range(8):
         steps = {name: training.progress.step for name, training in executor.attached.items()}
         courses = [
-            job.job_window(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead
+            job.job_window(steps[job.name], 5, begins) for job in jobs if job.name not in executor.failed_jobs
         ]
         begins = False
         program = plan_window(courses, cut, CAPACITY)
@@ -108,7 +108,7 @@ def as_worker(connections, family, dtype, cut, make, poison=None, cancelled=None
     assert executor.weights.loaded_stages == set(executor.part.initial_stages)
     if len(executor.part.streamed_stages) > executor.part.slot_count:
         all_of_it = sum(source.size for source in streamed.sources.values())
-        assert executor.weights.waited.copied_bytes > 2 * all_of_it
+        assert executor.weights.wait_time.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.attached.items()}
     return events, evaluations, views(executor.attached), steps
 

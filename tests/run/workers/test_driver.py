@@ -131,7 +131,7 @@ class Pipeline:
     def saved(self, name):
         """The step of the newest checkpoint, which must be intact, and how many are not."""
         found = checkpoint.survey(self.folder / name)
-        return found.progress.step, len(found.damaged)
+        return found.progress.step, len(found.damaged_paths)
 
     def finish(self, names="ab"):
         for name in names:
@@ -166,7 +166,7 @@ def first_worker(connections, folder, patch):
     seen, control = Life(), WorkerControl(connections)
     pipeline = Pipeline(connections, control, folder)
     driver = pipeline.driver
-    seen.device, seen.fused, seen.captures = driver.home.type, driver.fused, driver.captures
+    seen.device, seen.fused, seen.captures = driver.home.type, driver.is_fused, driver.captures
     for name in "ab":
         pipeline.attach(name)
     pipeline.window()
@@ -180,7 +180,7 @@ def first_worker(connections, folder, patch):
         full.setattr(weftune.run.workers.driver, "write_slice", full_disk)
         pipeline.window()
         pipeline.finish()
-    seen.unsaved = driver.unsaved()
+    seen.unsaved = driver.take_unsaved()
     seen.after_failure = tuple(pipeline.saved(name)[0] for name in "ab")
 
     driver.detach("b")
@@ -211,7 +211,7 @@ def first_worker(connections, folder, patch):
     patch.setattr(weftune.run.workers.driver, "finish", slow_finish)
     seen.went_on = pipeline.window()
     while not began.is_set():
-        driver.unsaved()
+        driver.take_unsaved()
         time.sleep(0.01)
     (folder / "a" / ".step-00000009.partial").mkdir()
     for name in "ab":

@@ -38,7 +38,7 @@ def test_guesses_stay_when_every_stage_has_been_measured():
         for stage in (0, 1)
     ]
     paces.add_measurements(program, [WorkerReport(times=one) for one in times])
-    assert paces.measured
+    assert paces.has_measurements
     assert paces.guessed_stages() == before != paces.stages()
 
 

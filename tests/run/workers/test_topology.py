@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from weftune.plan.layout.mapping import Topology, contention
-from weftune.run.workers.topology import find_root_complex, order_by_root
+from weftune.run.workers.topology import find_root_complex, order_gpus
 
 
 def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):
@@ -29,11 +29,11 @@ def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):
     ],
 )
 def test_neighbours_share_no_root_where_roots_are_known_and_several(roots, order):
-    assert order_by_root(roots) == order
+    assert order_gpus(roots) == order
 
 
 def test_eight_gpus_under_two_roots_contend_less_than_in_their_own_order():
-    order = order_by_root(["a"] * 4 + ["b"] * 4)
+    order = order_gpus(["a"] * 4 + ["b"] * 4)
     assert sorted(order) == list(range(8))
     topology = Topology((4, 4))
     assert contention(order, topology, 16) < contention(tuple(range(8)), topology, 16)

@@ -19,13 +19,13 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""Flags passed to `madvise`. Huge pages are allocated and locked many times as fast as small ones, and pages
-that a GPU writes to must not be copied by a fork."""
+"""Flags passed to `madvise`. They request huge pages, which are allocated and locked many times as fast as
+small ones, and exclude the pages from forks, since pages that a GPU writes to must not be copied."""
 
 
 class Pages(mmap.mmap):
     """A private memory mapping of this process. `on_unmap` is called before the memory is unmapped. A weak
-    reference's callback would come too late: the addresses may already be in use again."""
+    reference's callback would be called too late, when the addresses may already be in use again."""
 
     on_unmap: Callable[[], object] | None = None
 

@@ -1,4 +1,4 @@
-"""Reading of a base's files into the page cache while the process waits for something else."""
+"""Reading of a base's files into the page cache in a background thread, before the base is loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weftune.base.config import CONFIG, model_folder
 from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
-FREE_SHARE = 0.5
-"""Maximum fraction of the free memory that the files may fill. Larger files would evict one another from the
-page cache."""
+MAX_FREE_FRACTION = 0.5
+"""Maximum fraction of the free memory that a base's weight files may fill if they are read ahead. Larger
+files would evict one another from the page cache."""
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def base_read_ahead(spec: BaseSpec) -> Iterator[None]:
 
 
 def weight_files(spec: BaseSpec) -> list[Path]:
-    """Return the safetensors files of a base, or [] if the files are not local or exceed `FREE_SHARE` of the
-    free memory."""
+    """Return the safetensors files of a base, or [] if the files are not local or exceed `MAX_FREE_FRACTION`
+    of the free memory."""
     folder = Path(model_folder(spec))
     if not folder.is_dir():
         cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
@@ -43,7 +43,7 @@ def weight_files(spec: BaseSpec) -> list[Path]:
             return []
         folder = Path(cached).parent
     files = sorted(folder.glob("*.safetensors"))
-    fits = sum(file.stat().st_size for file in files) <= FREE_SHARE * psutil.virtual_memory().available
+    fits = sum(file.stat().st_size for file in files) <= MAX_FREE_FRACTION * psutil.virtual_memory().available
     return files if fits else []
 
 

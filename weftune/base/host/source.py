@@ -114,7 +114,8 @@ class MappedFile:
 
 @cache
 def _c_library() -> ctypes.CDLL:
-    """Return the C library, since Python's own `madvise` holds the GIL while it waits for the disk."""
+    """Return the C library. Its `madvise` is called directly, since Python's own `madvise` holds the GIL
+    while it waits for the disk."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -142,16 +143,16 @@ def map_weights(
     names = None if files is None else stored_names(model, files)
     if files is None or names is None:
         raise _unusable_files_error(base, "they are in no safetensors files that name them as the model does")
-    mapped: dict[str, dict[str, MappedTensor]] = {}
+    tensors_by_file: dict[str, dict[str, MappedTensor]] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         computed_in = STORED_AS.get(parameter.dtype, str(parameter.dtype))
         parts = []
         for part in names[name]:
             within = files.files[part]
-            if within not in mapped:
-                mapped[within] = MappedFile(files.path(part)).tensors
-            stored = mapped[within][part]
+            if within not in tensors_by_file:
+                tensors_by_file[within] = MappedFile(files.path(part)).tensors
+            stored = tensors_by_file[within][part]
             refuse_other_shape(name, torch.Size(stored.shape), view_part(parameter, names[name], part).shape)
             if stored.dtype != computed_in:
                 raise _unusable_files_error(
@@ -196,13 +197,13 @@ class HostStage:
 class Staging:
     """Two page-locked buffers: one is filled while the other is copied to the device."""
 
-    def __init__(self, device: torch.device, chunk: int = CHUNK_BYTES) -> None:
-        self.chunk = chunk
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.chunk = chunk_bytes
         on_gpu = device.type == "cuda"
         # Blocking: a thread that waits for the event sleeps, and other threads can use its core.
         self._buffers = [
             (buffer, torch.cuda.Event(blocking=True) if on_gpu else None)
-            for buffer in allocate_host_bytes(2 * chunk, device).split(chunk)
+            for buffer in allocate_host_bytes(2 * chunk_bytes, device).split(chunk_bytes)
         ]
         """Pairs of a buffer and, on a GPU, an event that is done when the buffer's last copy has finished."""
 
@@ -232,8 +233,8 @@ class SourcePart:
         return self.start + self.tensor.stop - self.tensor.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """Read those bytes of the parameter that belong in `out`, a buffer for the bytes of the stage from
-        `start` on."""
+        """Fill `out`, a buffer for the bytes of the stage from `start` on, with the bytes of this parameter
+        that belong there."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             offset = self.tensor.start - self.start

@@ -57,8 +57,8 @@ from weftune.core.shards import ShardTeam
 from weftune.plan.program.layout import Layout, WorkerLayout
 
 ALIGNMENT = 16
-"""Alignment of parameters in bytes: the width of a kernel's loads. Matrices that share their input remain
-contiguous."""
+"""Alignment of parameters in bytes, which is the width of a kernel's loads. The sizes of matrices are
+multiples of it, so matrices that share their input remain contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
 """Maps each parameter of a model to the tensors in files that it consists of."""
@@ -147,12 +147,12 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> dict[MappedFile, s
     files would read these files in every optimizer step. Raise BaseModelError with the reason if such a run
     is not possible."""
     model, files = outline_model(spec, device)
-    found: dict[MappedFile, set[str]] = {}
+    names_by_file: dict[MappedFile, set[str]] = {}
     with wrap_load_errors(spec):
         for name, parts in map_weights(model, files, spec.model).items():
             for part in parts:
-                found.setdefault(part.file, set()).add(name)
-    return found
+                names_by_file.setdefault(part.file, set()).add(name)
+    return names_by_file
 
 
 def stream_model(
@@ -286,7 +286,7 @@ def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[Weig
     """Return the position of each parameter in the bytes of a stage. The order in each layer is: quantised
     weights, each with its tensors together; matrices, with those that share their input adjacent; biases;
     norms."""
-    found: list[WeightPiece] = []
+    pieces: list[WeightPiece] = []
     start = 0
     beside = weights_by_part(model)
     quantised = {*beside, *beside.values()}
@@ -294,9 +294,9 @@ def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[Weig
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
         for name, value in sorted(own, key=lambda pair: _sort_key(pair[0], pair[1], quantised)):
-            found.append(WeightPiece(name, start, value.shape, value.dtype))
-            start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
-    return found
+            pieces.append(WeightPiece(name, start, value.shape, value.dtype))
+            start = -(-pieces[-1].stop // ALIGNMENT) * ALIGNMENT
+    return pieces
 
 
 def _sort_key(name: str, value: Tensor, quantised_names: Collection[str]) -> tuple[bool, int, bool]:
@@ -310,18 +310,20 @@ def _layers_path(model: PreTrainedModel) -> str:
     return next(name for name, module in model.named_modules() if module is layers)
 
 
-def _load_resident(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
+def _load_resident(
+    model: PreTrainedModel, device: torch.device, streamed_names: set[str], fill: Fill
+) -> None:
     """Copy all parameters that are not streamed to the device. A tied head stays tied."""
-    placed: dict[int, nn.Parameter] = {}
+    device_parameters: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
-        if name in streamed:
+        if name in streamed_names:
             continue
-        if id(value) not in placed:
+        if id(value) not in device_parameters:
             here = torch.empty_like(value, device=device)
             fill(name, here)
-            placed[id(value)] = _set_parameter(model, name, here)
+            device_parameters[id(value)] = _set_parameter(model, name, here)
         else:
-            _set_parameter(model, name, placed[id(value)])
+            _set_parameter(model, name, device_parameters[id(value)])
     if any(buffer.is_meta for buffer in model.buffers()):
         create_buffers(model, device)
     nn.Module.to(model, device)

@@ -129,7 +129,7 @@ class Fp8(Int8):
 @dataclass(frozen=True, slots=True)
 class Nf4:
     is_nested: bool = True
-    """Whether the absmax scales are quantised too (double quantisation). False for files without it."""
+    """Whether the maxima of blocks are quantised too (double quantisation). False for files without it."""
 
     @property
     def name(self) -> Quantize:

@@ -164,8 +164,12 @@ def replace_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat])
         model.set_submodule(path, _empty_linear(model.get_submodule(path), form, dtype))
 
 
-def _empty_linear(plain: nn.Module, weight_format: WeightFormat, dtype: torch.dtype) -> QuantLinear:
-    weight, bias, turned = cast(Tensor, plain.weight), plain.bias is not None, isinstance(plain, Conv1D)
+def _empty_linear(plain_linear: nn.Module, weight_format: WeightFormat, dtype: torch.dtype) -> QuantLinear:
+    weight, bias, turned = (
+        cast(Tensor, plain_linear.weight),
+        plain_linear.bias is not None,
+        isinstance(plain_linear, Conv1D),
+    )
     outputs, inputs = reversed(weight.shape) if turned else weight.shape
     return QuantLinear((outputs, inputs), weight_format, bias, dtype, weight.device, turned)
 
@@ -183,9 +187,9 @@ def quantise_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]
 
 
 def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSlice) -> nn.Linear:
-    """Return a part of a quantised linear, without a bias, whose weight dequantises to the same values. It is
-    quantised if the part is made of whole blocks, and plain otherwise. `parts` are the tensors of the whole
-    weight."""
+    """Return a linear without a bias for a part of a quantised linear, such as some of its rows. Its weight
+    dequantises to the same values, and it is quantised if the part is made of whole blocks, otherwise plain.
+    `parts` are the tensors of the whole weight."""
     shape = (linear.out_features, linear.in_features)
     outputs, inputs = (shape[0], part.size) if part.cuts_inputs else (part.size, shape[1])
     meta = torch.device("meta")
@@ -247,6 +251,7 @@ def _plain_linear(module: QuantLinear) -> nn.Module:
 
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which passes compute. Some tensors of quantised weights are always float32."""
+    """Return the dtype in which forward and backward passes of the model compute. It may differ from that of
+    some tensors of quantised weights, which are always float32."""
     quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
     return next((module.matrix_dtype for module in quantised), None) or model.dtype

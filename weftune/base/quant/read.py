@@ -45,8 +45,8 @@ def is_stored_part(name: str, stored: Collection[str]) -> bool:
 
 
 def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
-    """Return a dict from the name of each tensor of a quantised weight except its `weight` to the name of
-    that `weight`."""
+    """Return a dict from the name of each secondary tensor of a quantised weight, such as its scales, to the
+    name of its main tensor, `weight`."""
     return {
         f"{path}.{part}": f"{path}.weight"
         for path, module in model.named_modules()

@@ -34,7 +34,8 @@ class Quantised:
 
 
 def read_quantisation(config: Mapping[str, Any], spec: BaseSpec) -> Quantised | None:
-    """Return the base's quantisation or None. Raise BaseModelError if `spec` contradicts the base's files."""
+    """Return the quantisation format of a base's weights, or None if they are not quantised. Raise
+    BaseModelError if `spec` contradicts the base's files."""
     if spec.quantize is not None and spec.quantize not in get_args(Quantize):
         *others, last = get_args(Quantize)
         known = f"{', '.join(others)} or {last}"
@@ -77,7 +78,7 @@ def _stored_quantisation(values: Mapping[str, Any], model: str) -> Quantised:
 
 def stored_bytes(quantize: Quantize, outputs: int, inputs: int, nested: bool = True) -> int:
     """Return the size of a quantised matrix in bytes. int8 has one byte per value and a float32 scale per
-    row; fp8 stores its bytes twice, also transposed. nf4 has two values per byte and a maximum per block; if
+    row; fp8 additionally stores its bytes transposed. nf4 has two values per byte and a maximum per block; if
     `nested`, each maximum is one byte, plus the nested maxima."""
     values = outputs * inputs
     if quantize != "nf4":

@@ -1,5 +1,5 @@
 """Measurements for plans of a streamed base: the bandwidths of host memory, files and device memory, and the
-speed of matrix products."""
+speed of matrix products on the device."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 
 def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
-    """Return the bytes per second at which a sample of these files is read in chunks, as in a run. The sample
-    is first dropped from the page cache, because weights stay in files only if memory is too small for them.
-    If the system keeps the sample in the cache anyway, it also does so in a run."""
+    """Return the bandwidth, in bytes per second, with which a sample of these files is read in chunks, as in
+    a run. The sample is first dropped from the page cache, because weights stay in files only if memory is
+    too small for them. If the system keeps the sample in the cache anyway, it also does so in a run."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:

@@ -13,41 +13,43 @@ import torch
 
 from weftune.errors import UserError
 
-CPU_SHARE = 0.85
-GPU_SHARE = 0.92
+CPU_FRACTION = 0.85
+GPU_FRACTION = 0.92
 """Fraction of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
-"""Maximum bytes of GPU memory that CUDA and its libraries use outside torch's allocator."""
+"""Maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """Substrings of the plain RuntimeError that torch raises for a memory shortage on a CPU: with malloc, and
 with mimalloc, as on ARM."""
 
 
 def bytes_before_base(device: torch.device) -> int:
-    """Return the device bytes that this process holds before the base is loaded."""
+    """Return the size in bytes of the device memory that this process holds before the base is loaded."""
     return 0 if device.type == "cuda" else resident_bytes(device)
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Return the device bytes that are in use now."""
+    """Return the size in bytes of the device memory that is in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def budget_bytes(device: torch.device) -> int:
-    """Return the total bytes that a run may use on this device, including those that it already holds."""
+    """Return the total size in bytes of the memory that a run may use on this device, including what it
+    already holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
-    return bytes_before_base(device) + int(psutil.virtual_memory().available * CPU_SHARE)
+        return int(free * GPU_FRACTION)
+    return bytes_before_base(device) + int(psutil.virtual_memory().available * CPU_FRACTION)
 
 
 def fixed_budget_bytes(device: torch.device) -> int:
-    """Return the bytes that a run may use if its plan must not depend on how much memory is free now."""
+    """Return the size in bytes of the memory that a run may use if its plan must not depend on how much
+    memory is free now."""
     if device.type == "cuda":
-        return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
-    return int(psutil.virtual_memory().total * CPU_SHARE)
+        return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_FRACTION)
+    return int(psutil.virtual_memory().total * CPU_FRACTION)
 
 
 def set_memory_limit(device: torch.device, max_bytes: int | None) -> None:
@@ -70,7 +72,7 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes in use, since `reset_peak` or since the process began."""
+    """Return the peak memory use in bytes since `reset_peak`, or since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -97,8 +99,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def visible_gpus(device: str | None) -> int:
-    """Return the number of GPUs that a run may use with this value of `--device`: one if it names a single
-    GPU."""
+    """Return the number of GPUs that a run may use with this value of `--device`: all GPUs for None or
+    `cuda`, 1 for a single GPU such as `cuda:1`, and 0 for `cpu`."""
     if device not in (None, "cuda"):
         return int(str(device).startswith("cuda"))
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

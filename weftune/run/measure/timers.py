@@ -120,13 +120,13 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Waited:
+class WaitTime:
     """The time that the device waited for data from the host: for streamed stages, and for the optimizer
     state of steps."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
-    """Bytes copied from the host to the device."""
+    """Number of bytes copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
 
@@ -137,7 +137,7 @@ class Waited:
             self._add_wait(*self.marks.pop(0))
         self.marks.append((ready_event, arrived_event))
 
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Return the total seconds waited. Waits until the device has passed all marks."""
         for ready, arrived in self.marks:
             arrived.synchronize()

@@ -31,9 +31,9 @@ class AdaptedBase:
         fuses_layers: bool | None = None,
         team: ShardTeam | None = None,
     ) -> None:
-        """`fuses_layers` says whether the layers of known model families run as fused ops. None fuses them on
-        the tiled route, where kernels make that faster. `team` are the workers that divide every layer into
-        shards, or None."""
+        """Add banks for adapters to the base, and fuse its layers if requested. `fuses_layers` says whether
+        the layers of known model families run as fused ops. None fuses them on the tiled route, where kernels
+        make that faster. `team` are the workers that divide every layer into shards, or None."""
         self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -61,7 +61,7 @@ class AdaptedBase:
                 self.layers.fuse(self.banks)
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether the base's layers run as fused ops."""
         return self.layers is not None and bool(self.layers.modules)
 

@@ -24,7 +24,7 @@ from weftune.core.batch import IGNORED, Microbatch, Segment, copy_to
 from weftune.ops.lora.rows import Rows
 from weftune.ops.site import GatheredRows
 from weftune.plan.program.program import Recompute
-from weftune.run.passes.rows import LEAST, DeviceMicrobatch, Membership, bucket, longest_bucket
+from weftune.run.passes.rows import MIN_BUCKET, DeviceMicrobatch, Membership, bucket, sample_length_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class GatheredJob:
     """Serial number of the job's attachment to the base. The graph reads memory that was allocated when the
     job was attached."""
     rows: int
-    keys: int = 0
+    prefix_keys: int = 0
     """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
     adapters."""
     samples: int = 0
-    """Number of reserved samples, if there are prefix keys."""
+    """Number of samples for which prefix keys are reserved. 0 if the adapter has no prefix keys."""
 
     @property
     def rows_with_prefixes(self) -> int:
         """Number of reserved rows, with the prefix keys counted as rows."""
-        return self.rows + self.keys * self.samples
+        return self.rows + self.prefix_keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
@@ -54,7 +54,7 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
     in the order in which the jobs were attached."""
     found = []
     for segment, attached in banks.gathered_segments(microbatch):
-        rows = bucket(segment.stop - segment.start, LEAST)
+        rows = bucket(segment.stop - segment.start, MIN_BUCKET)
         samples = bucket(len(_sample_lengths(microbatch, segment)), 1) if attached.prefix_keys else 0
         found.append(GatheredJob(segment.job, attached.serial, rows, attached.prefix_keys, samples))
     return tuple(sorted(found, key=lambda one: one.serial))
@@ -75,7 +75,7 @@ class Gathering:
         """Allocate the tensors for microbatches whose samples are no longer than `max_length`."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
-        """One segment per job, which names the job and has no position."""
+        """A segment for each job, in which only the job's name is set."""
         self.gathered = {
             one.job: GatheredRows(
                 torch.zeros(one.rows, dtype=torch.int64, device=device),
@@ -83,27 +83,27 @@ class Gathering:
                 torch.zeros(one.rows, dtype=torch.int64, device=device),
             )
             for one in jobs
-            if not one.keys
+            if not one.prefix_keys
         }
-        self._prefixed = [one for one in jobs if one.keys]
-        self._longest = max_length + max((one.keys for one in jobs), default=0)
+        self._prefixed = [one for one in jobs if one.prefix_keys]
+        self._longest = max_length + max((one.prefix_keys for one in jobs), default=0)
         self.prefixes = self._empty_prefixes(banks, device) if self._prefixed else None
 
     def _empty_prefixes(self, banks: Banks, device: torch.device) -> GatheredPrefixes:
-        device_microbatch = sum(one.rows_with_prefixes for one in self._prefixed)
-        behind = sum(one.rows for one in self._prefixed)
+        total_rows = sum(one.rows_with_prefixes for one in self._prefixed)
+        sample_rows = sum(one.rows for one in self._prefixed)
         boundaries_B = torch.zeros(1 + sum(map(self._max_samples, self._prefixed)), dtype=torch.int32)
         return GatheredPrefixes(
-            read=banks.read_prefix_keys,
-            pack=Pack((device_microbatch,), boundaries_B.to(device), self._longest),
-            source_Z=torch.zeros(device_microbatch, dtype=torch.int64, device=device),
-            is_row_Z=torch.zeros(device_microbatch, dtype=torch.bool, device=device),
+            read_keys=banks.read_prefix_keys,
+            pack=Pack((total_rows,), boundaries_B.to(device), self._longest),
+            source_Z=torch.zeros(total_rows, dtype=torch.int64, device=device),
+            is_copy_Z=torch.zeros(total_rows, dtype=torch.bool, device=device),
             prefix_key_indices=tuple(
-                torch.zeros(one.keys * one.samples, dtype=torch.int64, device=device)
+                torch.zeros(one.prefix_keys * one.samples, dtype=torch.int64, device=device)
                 for one in self._prefixed
             ),
-            rows_R=torch.zeros(behind, dtype=torch.int64, device=device),
-            copy_index_R=torch.zeros(behind, dtype=torch.int64, device=device),
+            rows_R=torch.zeros(sample_rows, dtype=torch.int64, device=device),
+            copy_index_R=torch.zeros(sample_rows, dtype=torch.int64, device=device),
         )
 
     def _max_samples(self, job: GatheredJob) -> int:
@@ -126,7 +126,7 @@ class Gathering:
         self, prefixes: GatheredPrefixes, microbatch: Microbatch, segments: dict[str, Segment]
     ) -> None:
         source_Z = torch.zeros(len(prefixes.source_Z), dtype=torch.int64)
-        is_row_Z = torch.zeros(len(source_Z), dtype=torch.bool)
+        is_copy_Z = torch.zeros(len(source_Z), dtype=torch.bool)
         behind, places, boundaries, begin = list[Tensor](), list[Tensor](), [0], 0
         for job, prefix_key_indices in zip(self._prefixed, prefixes.prefix_key_indices, strict=True):
             end, row = begin + job.rows_with_prefixes, segments[job.job].start
@@ -134,14 +134,14 @@ class Gathering:
             source_Z[begin:end] = row + torch.arange(job.rows_with_prefixes) % count
             keys, at, first = list[int](), begin, len(boundaries)
             for length in _sample_lengths(microbatch, segments[job.job]):
-                keys += range(at, at + job.keys)
-                rows = slice(at + job.keys, at + job.keys + length)
-                source_Z[rows], is_row_Z[rows] = torch.arange(row, row + length), True
+                keys += range(at, at + job.prefix_keys)
+                rows = slice(at + job.prefix_keys, at + job.prefix_keys + length)
+                source_Z[rows], is_copy_Z[rows] = torch.arange(row, row + length), True
                 at, row = rows.stop, row + length
                 boundaries.append(at)
             number_R = torch.arange(job.rows) % count
             behind.append(segments[job.job].start + number_R)
-            places.append((begin + is_row_Z[begin:end].nonzero()[:, 0])[number_R])
+            places.append((begin + is_copy_Z[begin:end].nonzero()[:, 0])[number_R])
             # Keys of absent samples, in the rest of the job's room; no row attends to them.
             keys += range(at, at + len(prefix_key_indices) - len(keys))
             boundaries += [*range(at + self._longest, end, self._longest), end]
@@ -149,7 +149,7 @@ class Gathering:
             copy_to(prefix_key_indices, torch.tensor(keys))
             begin = end
         copy_to(prefixes.source_Z, source_Z)
-        copy_to(prefixes.is_row_Z, is_row_Z)
+        copy_to(prefixes.is_copy_Z, is_copy_Z)
         copy_to(prefixes.rows_R, torch.cat(behind))
         copy_to(prefixes.copy_index_R, torch.cat(places))
         copy_to(prefixes.pack.boundaries, torch.tensor(boundaries, dtype=torch.int32))
@@ -173,7 +173,7 @@ def make_graph_key(
     even = len(set(lengths)) == 1
     return GraphKey(
         rows=device_microbatch.microbatch.rows,
-        max_length=lengths[0] if even else longest_bucket(max(lengths), context),
+        max_length=lengths[0] if even else sample_length_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
         has_equal_lengths=even,
         limits=banks.limits(),

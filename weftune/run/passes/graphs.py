@@ -36,7 +36,7 @@ from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, renumber_visits
 
-MOST_GRAPHS = 128
+MAX_GRAPHS = 128
 """Maximum number of graphs. Beyond it, the least recently used graph is dropped."""
 
 
@@ -50,8 +50,8 @@ class CapturedPasses:
     saves time. The first pass with a key runs uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], captures_early: bool = True) -> None:
-        """If `captures_early`, a pass is captured the second time that its key occurs, even if that may not
-        save time."""
+        """Prepare to capture passes over these stages. If `captures_early`, a pass is captured the second
+        time that its key occurs, even if that may not save time."""
         self.adapted, self.stages = adapted, stages
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(captures_early)
@@ -64,7 +64,7 @@ class CapturedPasses:
         self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
         """Memory pools of the graphs, one for each instance."""
-        self._replayed: dict[StageVisit, GraphPlace] = {}
+        self._replayed_graphs: dict[StageVisit, GraphPlace] = {}
         """Maps each pass whose forward was replayed and whose backward has not run yet to its graph."""
 
     @property
@@ -104,7 +104,7 @@ class CapturedPasses:
         if place is None:
             h_TD = self._plain.forward(visit, in_flight, input_TD, keeps_activations)
         else:
-            self._replayed[visit] = place
+            self._replayed_graphs[visit] = place
             h_TD = self._graphs[place].forward(in_flight.device_microbatch, input_TD)
         if not is_new:
             self._watched_passes[visit] = WatchedPass(
@@ -117,7 +117,7 @@ class CapturedPasses:
     def backward(
         self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        place = self._replayed.pop(visit, None)
+        place = self._replayed_graphs.pop(visit, None)
         began = self._clock.mark()
         if place is None:
             dinput_TD = self._plain.backward(visit, in_flight, input_TD, dh_TD)
@@ -138,12 +138,12 @@ class CapturedPasses:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
         old index to the new one. Each microbatch keeps its graph and its instance."""
         self._plain.renumber_microbatches(numbers)
-        self._replayed = renumber_visits(self._replayed, numbers)
+        self._replayed_graphs = renumber_visits(self._replayed_graphs, numbers)
         self._watched_passes = renumber_visits(self._watched_passes, numbers)
 
     def abandon(self) -> None:
         self._plain.abandon()
-        self._replayed.clear()
+        self._replayed_graphs.clear()
         self._watched_passes.clear()
         self._graphs.clear()
         self._pools.clear()
@@ -153,7 +153,7 @@ class CapturedPasses:
     ) -> GraphPlace | None:
         """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
         capture does not pay off."""
-        busy = set(self._replayed.values())
+        busy = set(self._replayed_graphs.values())
         taken = {instance for _, _, instance in busy}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
         place = key, stage, instance
@@ -162,7 +162,7 @@ class CapturedPasses:
             return place
         if not self._payback.should_capture((key, stage)):
             return None
-        if len(self._graphs) >= MOST_GRAPHS:
+        if len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(oldest for oldest in self._graphs if oldest not in busy)]
         while len(self._pools) <= instance:
             self._pools.append(torch.cuda.graph_pool_handle())
@@ -175,8 +175,8 @@ class CapturedPasses:
 
 
 class Graph:
-    """One captured pass of a microbatch over a stage. Inputs are copied in, then forward and backward are
-    replayed."""
+    """One captured pass of a microbatch over a stage. To run it, inputs are copied into the graph's tensors,
+    then forward and backward are replayed."""
 
     def __init__(
         self, base: Base, banks: Banks, key: GraphKey, pool: Any, device_microbatch: DeviceMicrobatch
@@ -186,14 +186,14 @@ class Graph:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.is_first else key.rows, base.shape.hidden)
         self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
-        self._hands_on, self._takes = not base.is_last, not base.is_first
+        self._has_next_stage, self._has_previous_stage = not base.is_last, not base.is_first
         """Whether a later stage reads the output, and whether an earlier stage computes the input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered_jobs:
                 self._run_uncaptured(base, device_microbatch)
             with capture_graph(self._forward, pool, stream):
-                input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
+                input_TD = self._input_TD.detach().requires_grad_() if self._has_previous_stage else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, input_TD)
             self._returns = h_TD.requires_grad
             """Whether there is a backward. There is none at a first stage on which no job has an adapter."""
@@ -210,7 +210,7 @@ class Graph:
         """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
         gradient is zero, so no job's gradient changes."""
         self._inputs.fill(device_microbatch)
-        input_TD = self._input_TD.detach().requires_grad_() if self._takes else None
+        input_TD = self._input_TD.detach().requires_grad_() if self._has_previous_stage else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, input_TD)
         if h_TD.requires_grad:
             h_TD.backward(torch.zeros_like(h_TD))
@@ -223,14 +223,14 @@ class Graph:
         if input_TD is not None:
             self._input_TD.copy_(input_TD)
         self._forward.replay()
-        return self._h_TD.clone() if self._hands_on else self._h_TD
+        return self._h_TD.clone() if self._has_next_stage else self._h_TD
 
     def backward(self, dh_TD: Tensor) -> Tensor | None:
         """Replay the backward and return the gradient of the input, or None at the first stage."""
         self._dh_TD.copy_(dh_TD)
         if self._returns:
             self._backward.replay()
-        return self._input_TD.clone() if self._takes else None
+        return self._input_TD.clone() if self._has_previous_stage else None
 
 
 # -- the memory pool of captured work ---------------------------------------------------------------------

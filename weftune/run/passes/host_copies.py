@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from weftune.base.host.pinned import host_vectors
-from weftune.run.measure.timers import Waited, recorded_event
+from weftune.run.measure.timers import WaitTime, recorded_event
 
 CHUNK_BYTES = 8 << 20
-"""Maximum bytes of one copy to the host, so that other copies can run in between."""
+"""Maximum size in bytes of one copy to the host, so that other copies can run in between."""
 
 
 class HostCopies:
@@ -28,8 +28,8 @@ class HostCopies:
     on the device at any time follow from the Program, not from how far the host runs ahead.
     """
 
-    def __init__(self, device: torch.device, waited: Waited) -> None:
-        self._device, self._waited = device, waited
+    def __init__(self, device: torch.device, wait_time: WaitTime) -> None:
+        self._device, self._wait_time = device, wait_time
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -54,7 +54,7 @@ class HostCopies:
 
     def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
-        self._waited.copied_bytes += host_TD.nbytes
+        self._wait_time.copied_bytes += host_TD.nbytes
         if not self._on_gpu:
             self._copy_and_time(here_TD, host_TD)
             return here_TD
@@ -79,13 +79,13 @@ class HostCopies:
     def _copy_and_time(self, target_TD: Tensor, source_TD: Tensor) -> None:
         began = time.perf_counter()
         target_TD.copy_(source_TD)
-        self._waited.seconds += time.perf_counter() - began
+        self._wait_time.seconds += time.perf_counter() - began
 
-    def _wait_for_copy(self, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
+    def _wait_for_copy(self, copied_event: torch.cuda.Event | None) -> None:
+        if copied_event is not None:
             ready = recorded_event()
-            torch.cuda.current_stream().wait_event(copied)
-            self._waited.record_wait(ready, copied)
+            torch.cuda.current_stream().wait_event(copied_event)
+            self._wait_time.record_wait(ready, copied_event)
 
 
 class HostStore:
@@ -94,16 +94,16 @@ class HostStore:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = HostCopies(device, Waited())
+        self._copies = HostCopies(device, WaitTime())
         self._host_buffers: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
         self._host_values: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to the vector's values in host memory, until they are requested
         back."""
-        self._outgoing: dict[tuple[int, int], Tensor] = {}
+        self._outgoing_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
         complete."""
-        self._incoming: dict[tuple[int, int], Tensor] = {}
+        self._incoming_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
@@ -116,27 +116,27 @@ class HostStore:
             [self._host_buffers[key]] = host_vectors([(vector.nbytes, torch.uint8)], self._device)
         self._host_values[key] = self._host_buffers[key][: vector.nbytes].view(vector.dtype)
         self._copies.copy_out(key, vector, self._host_values[key])
-        self._outgoing[key] = vector
+        self._outgoing_vectors[key] = vector
 
         def fetch() -> Tensor:
             self.request(layer)
             self._copies.await_copy_in(key)
-            return self._incoming.pop(key)
+            return self._incoming_vectors.pop(key)
 
         return fetch
 
     def free_copied(self) -> None:
         """Release the device memory of all stored vectors. Later work of the device waits until they have
         been copied to the host."""
-        for key in self._outgoing:
+        for key in self._outgoing_vectors:
             self._copies.await_copy_out(key)
-        self._outgoing.clear()
+        self._outgoing_vectors.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
         """Start to copy the stored vectors of a layer, or its first `count`, back to the device."""
         for key in [key for key in self._host_values if key[0] == layer][:count]:
             self.free_copied()
-            self._incoming[key] = self._copies.copy_in(key, self._host_values.pop(key))
+            self._incoming_vectors[key] = self._copies.copy_in(key, self._host_values.pop(key))
 
     def release(self) -> None:
         """Free the host memory, which no microbatch needs any longer."""
@@ -147,5 +147,5 @@ class HostStore:
     def forget(self) -> None:
         """Drop the stored vectors of a microbatch whose backward will not run."""
         self._copies.finish()
-        for tensors in (self._host_values, self._outgoing, self._incoming):
+        for tensors in (self._host_values, self._outgoing_vectors, self._incoming_vectors):
             tensors.clear()

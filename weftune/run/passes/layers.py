@@ -48,7 +48,7 @@ class Layers:
     other families."""
 
     def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
-        """`team` are the workers that divide every layer into shards, or None."""
+        """Find the layers of a base. `team` are the workers that divide every layer into shards, or None."""
         self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
@@ -59,15 +59,15 @@ class Layers:
         self._decoder = cast(Any, find_decoder(base.model))
         self._config: Any = base.model.config
         self._device = base.device
-        self._facts = find_decoder_facts(self._config)
+        self._structure = find_layer_structure(self._config)
         # On a worker with a stage, the layers of other stages are elsewhere, with several stages also those
         # between.
-        layers = enumerate(self._decoder.layers if self._facts is not None else ())
+        layers = enumerate(self._decoder.layers if self._structure is not None else ())
         here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
         self.paths = [f"{path}.layers.{at}" for at in here]
-        self._norms = base.is_last
+        self._has_final_norm = base.is_last
         """Whether this worker also holds the final norm of the model."""
         self.fused_layers: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
@@ -75,29 +75,33 @@ class Layers:
         """List to which the layers add the angles of their rotary embedding instead of computing anything.
         None except within `compute_inputs`."""
         heads = [module.self_attn.head_dim for module in self.modules]
-        self.mixes = self._config.model_type in MIXTURES
+        self.has_experts = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
-        self.can_capture = served and not self.mixes and (team is None or team.is_capturable)
-        """Whether passes can be captured as CUDA graphs, because the host never waits for the device in
-        them."""
+        self.can_capture = served and not self.has_experts and (team is None or team.is_capturable)
+        """Whether passes can be captured as CUDA graphs. This requires that the host never waits for the
+        device in them."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Groups of adapted linears that share their input, each given by the linears' paths."""
-        found = () if self._facts is None else (self._facts.qkv, () if self.mixes else self._facts.gate_up)
+        found = (
+            ()
+            if self._structure is None
+            else (self._structure.qkv, () if self.has_experts else self._structure.gate_up)
+        )
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
 
     def fuse(self, banks: Banks) -> None:
-        if self._facts is None:
+        if self._structure is None:
             return
         for index, module in enumerate(self.modules):
-            module.forward = FusedLayer(self, index, banks, self._config, self._facts)
+            module.forward = FusedLayer(self, index, banks, self._config, self._structure)
             self.fused_layers.append(module.forward)
-        if self.modules and self._norms:
+        if self.modules and self._has_final_norm:
             norm = self._decoder.norm
-            self.final_norm = FusedNorm(norm, self._facts)
+            self.final_norm = FusedNorm(norm, self._structure)
             norm.forward = partial(self._final_norm, self.final_norm)
         rotary = self._decoder.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
@@ -135,7 +139,7 @@ class Layers:
         self.fused_layers = []
         for module in self.modules:
             module.__dict__.pop("forward", None)
-        if self.modules and self._norms:
+        if self.modules and self._has_final_norm:
             self._decoder.norm.__dict__.pop("forward", None)
         if self.modules:
             self._decoder.rotary_emb.__dict__.pop("forward", None)
@@ -144,7 +148,9 @@ class Layers:
 class FusedLayer:
     """The fused forward of one decoder layer. It has the signature of the layer's forward in transformers."""
 
-    def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
+    def __init__(
+        self, layers: Layers, index: int, banks: Banks, config: Any, structure: DecoderFacts
+    ) -> None:
         self._layers, self._index, self._banks = layers, index, banks
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
@@ -153,27 +159,30 @@ class FusedLayer:
         self._heads, self._groups = own.num_attention_heads, own.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
-        names = (*facts.norms, *(facts.head_norms or ()))
-        norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
+        names = (*structure.norms, *(structure.head_norms or ()))
+        norms = {name: FusedNorm(module.get_submodule(name), structure) for name in names}
         self._before_attention, self._before_mlp = (
-            norms[facts.norm_before_attention],
-            norms[facts.norm_before_mlp],
+            norms[structure.norm_before_attention],
+            norms[structure.norm_before_mlp],
         )
-        self._after_attention = norms[facts.norm_after_attention] if facts.norm_after_attention else None
-        self._after_mlp = norms[facts.norm_after_mlp] if facts.norm_after_mlp else None
-        self._head_norms = [norms[name] for name in facts.head_norms or ()]
-        self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
-        self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
+        self._after_attention = (
+            norms[structure.norm_after_attention] if structure.norm_after_attention else None
+        )
+        self._after_mlp = norms[structure.norm_after_mlp] if structure.norm_after_mlp else None
+        self._head_norms = [norms[name] for name in structure.head_norms or ()]
+        self._activation = ACTIVATIONS[getattr(config, structure.activation_key)]
+        self._qkv = banks.linear(f"{path}.{structure.qkv[0]}")
         self._sum_over_shards = layers.sum_over_shards
         adds = self._sum_over_shards is None
         self._o = banks.linear(
-            f"{path}.{facts.output_projection}", adds_residual=adds and facts.norm_after_attention is None
+            f"{path}.{structure.output_projection}",
+            adds_residual=adds and structure.norm_after_attention is None,
         )
-        self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
-        if not layers.mixes:
-            self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
+        self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.has_experts else None
+        if not layers.has_experts:
+            self._gate_up = banks.linear(f"{path}.{structure.gate_up[0]}")
             self._down = banks.linear(
-                f"{path}.{facts.down}", adds_residual=adds and facts.norm_after_mlp is None
+                f"{path}.{structure.down}", adds_residual=adds and structure.norm_after_mlp is None
             )
 
     def __call__(
@@ -284,7 +293,7 @@ class FusedLayer:
         qkv = rotary_split(self._qkv(n_TD, None), *angle, self._heads, self._groups, norms)
         return self._o(attend_with_prefixes(*qkv, pack, self._rule, self._layer).flatten(1), None)
 
-    def add_half(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
+    def add_half_output(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Return the residual plus the summed output of the attention or the feed-forward."""
         norm = self._after_mlp if is_feed_forward else self._after_attention
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
@@ -316,8 +325,8 @@ class FusedLayer:
 
 @contextmanager
 def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """Within the context, if `recomputes`, make autograd save the function `recompute`, which returns
-    `output` again, instead of the tensor `output`."""
+    """Within the context, make autograd save the function `recompute` instead of the tensor `output`, which
+    the function computes again. Do nothing if `recomputes` is False."""
     if not recomputes:
         yield
         return
@@ -339,10 +348,10 @@ def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes:
 class FusedNorm:
     """A norm of the base in the form that the fused ops expect."""
 
-    def __init__(self, module: Any, facts: DecoderFacts) -> None:
+    def __init__(self, module: Any, structure: DecoderFacts) -> None:
         self._module = module
-        self.eps: float = getattr(module, facts.norm_eps)
-        self.offset = facts.norm_offset
+        self.eps: float = getattr(module, structure.norm_eps)
+        self.offset = structure.norm_offset
 
     @property
     def weight_D(self) -> Tensor:
@@ -366,8 +375,8 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 class Angles:
-    """The forward of a rotary embedding whose frequencies would change only for samples longer than the
-    context. There are no such samples, so the lengths need not be read from the device."""
+    """A forward of a rotary embedding that does not read the samples' lengths from the device. This is
+    possible because its frequencies change only for samples longer than the context, which do not occur."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
@@ -379,11 +388,11 @@ class Angles:
         return (angle_1TE.cos() * self._scaling).to(x.dtype), (angle_1TE.sin() * self._scaling).to(x.dtype)
 
 
-def find_decoder_facts(config: Any) -> DecoderFacts | None:
-    """Return the description of a model's family, or None if its layers or its activation function are not
-    supported."""
+def find_layer_structure(config: Any) -> DecoderFacts | None:
+    """Return the structure of the decoder layers of a model's family, or None if fused ops do not support the
+    family or its activation function."""
     mixture = MIXTURES.get(config.model_type)
-    facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
-    if facts is None or getattr(config, facts.activation_key) not in facts.activations:
+    structure = DECODERS.get(config.model_type) if mixture is None else mixture.attention
+    if structure is None or getattr(config, structure.activation_key) not in structure.activations:
         return None
-    return facts
+    return structure

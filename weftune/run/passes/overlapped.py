@@ -47,7 +47,8 @@ class _Graph:
     ends: tuple[GradientEdge, ...]
 
     def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of the leaves, given those of the ends. The graph is released."""
+        """Run the backward of the graph, which is then released. `gradients` are the gradients of the ends.
+        Return those of the leaves."""
         torch.autograd.backward(self.ends, gradients)
         found = []
         for leaf in self.leaves:
@@ -59,7 +60,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _OpenPass:
-    """A pass that has begun with its first half layer and has not ended."""
+    """The state of a pass that has begun with its first half layer and has not ended."""
 
     in_flight: InFlight
     membership: Membership
@@ -83,35 +84,35 @@ class _OpenPass:
 
 
 class OverlappedPasses:
-    """Open passes that run half a layer at a time. They are neither captured as CUDA graphs nor
-    recomputed."""
+    """Passes that run half a layer at a time, and those of them that have begun and not ended. They are
+    neither captured as CUDA graphs nor recomputed."""
 
     def __init__(self, adapted: AdaptedBase) -> None:
         self._adapted = adapted
-        self._open: dict[StageVisit, _OpenPass] = {}
+        self._open_passes: dict[StageVisit, _OpenPass] = {}
 
     @property
     def is_possible(self) -> bool:
         """Whether the layers of the base are fused and divided into shards that can start sums."""
         team = self._adapted.team
-        return self._adapted.fused and team is not None and team.start_sum is not None
+        return self._adapted.is_fused and team is not None and team.start_sum is not None
 
     def is_open(self, visit: StageVisit) -> bool:
         """Return whether this pass of a microbatch over a stage has begun with a half layer and has not
         ended."""
-        return visit in self._open
+        return visit in self._open_passes
 
     def forget(self) -> None:
         """Drop all open passes."""
-        self._open.clear()
+        self._open_passes.clear()
 
     def forward_half(self, visit: StageVisit, in_flight: InFlight, index: int) -> None:
         """Compute half a layer and start the sum of its output. The first half also computes the
         embeddings."""
         if index == 0:
-            self._open[visit] = self._begin_pass(in_flight)
+            self._open_passes[visit] = self._begin_pass(in_flight)
         open_pass, layer, is_feed_forward = (
-            self._open[visit],
+            self._open_passes[visit],
             self._layers.fused_layers[index // 2],
             index % 2 == 1,
         )
@@ -129,7 +130,7 @@ class OverlappedPasses:
 
     def end_forward(self, visit: StageVisit) -> Tensor:
         """End the forward and return the last hidden states, after the final norm."""
-        open_pass, norm = self._open[visit], self._layers.final_norm
+        open_pass, norm = self._open_passes[visit], self._layers.final_norm
         assert norm is not None, "the only stage has the final norm"
         h_TD, leaves = self._add_residual(open_pass, len(open_pass.half_graphs))
         n_TD = norm(h_TD)
@@ -139,12 +140,12 @@ class OverlappedPasses:
 
     def begin_backward(self, visit: StageVisit, dn_TD: Tensor) -> None:
         """Begin the backward with the gradient of the last hidden states."""
-        self._open[visit].pending_sum = _StartedSum(dn_TD, lambda: None)
+        self._open_passes[visit].pending_sum = _StartedSum(dn_TD, lambda: None)
 
     def backward_half(self, visit: StageVisit, index: int) -> None:
         """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
         the gradient of its input over the shards."""
-        open_pass = self._open[visit]
+        open_pass = self._open_passes[visit]
         open_pass.residual_TD, dy_TD = self._add_residual_backward(open_pass)
         with self._apply_adapters(open_pass):
             (dgiven_TD,) = open_pass.half_graphs.pop().backward((dy_TD,))
@@ -152,8 +153,8 @@ class OverlappedPasses:
         open_pass.pending_sum = self._launch_sum(dgiven_TD.contiguous())
 
     def end_backward(self, visit: StageVisit) -> None:
-        """End the backward at the embeddings."""
-        open_pass = self._open.pop(visit)
+        """End the backward: add the gradients of trained embeddings to their jobs' gradients."""
+        open_pass = self._open_passes.pop(visit)
         (dh_TD,) = self._add_residual_backward(open_pass)
         if open_pass.embedding_end is not None:
             with self._apply_adapters(open_pass):
@@ -175,7 +176,7 @@ class OverlappedPasses:
             return residual_TD, (residual_TD,)
         y_TD = open_pass.finished_sum().requires_grad_()
         before = index - 1
-        h_TD = self._layers.fused_layers[before // 2].add_half(before % 2 == 1, residual_TD, y_TD)
+        h_TD = self._layers.fused_layers[before // 2].add_half_output(before % 2 == 1, residual_TD, y_TD)
         return h_TD, (residual_TD, y_TD)
 
     def _add_residual_backward(self, open_pass: _OpenPass) -> tuple[Tensor, ...]:

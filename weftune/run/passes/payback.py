@@ -30,7 +30,8 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, always_captures: bool) -> None:
-        """With `always_captures`, every pass is captured, as in measurements and tests."""
+        """Create the decision without any measured pass. With `always_captures`, every pass is captured, as
+        in measurements and tests."""
         self._at_once = always_captures
         self._captures = 0
         self._capture_seconds = 0.0

@@ -39,7 +39,8 @@ class PlainPasses:
 
     @property
     def failed_captures(self) -> int:
-        """Number of microbatch sizes whose passes did not fit into memory when they were captured."""
+        """Number of sizes of microbatches for which the capture of a pass as a CUDA graph ran out of
+        memory."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -117,12 +118,13 @@ class Plain:
         input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
-        """If `in_tiles`, the linears of the layers process one tile of rows at a time."""
+        """Create the pass without running it. If `in_tiles`, the linears of the layers process one tile of
+        rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
-        """The node at which the backward starts, the end of the autograd graph of the forward. None if no job
-        has an adapter in this stage or an earlier one."""
+        """The node of the autograd graph that is the output of the forward, at which the backward starts.
+        None if no job has an adapter in this stage or an earlier one."""
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._input_TD is not None:

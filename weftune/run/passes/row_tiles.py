@@ -110,7 +110,8 @@ class _FrontGraph:
     h_TD: Tensor
     """Input of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
-    """The residual, queries, keys and values, as nodes of the autograd graph. Their values are not kept."""
+    """Outputs of the graph as nodes of autograd: the residual and attention's queries, keys and values. The
+    tensors themselves are not kept."""
 
 
 @dataclass(slots=True)
@@ -131,8 +132,8 @@ class _LayerPass:
         self._parts, self._tiles, self._keep = parts, tiles, keep
         self._input: Fetch | None = None
         self._attention: _KeptAttention | None = None
-        self._fronts: list[_FrontGraph] = []
-        self._rests: list[_RestGraph] = []
+        self._front_graphs: list[_FrontGraph] = []
+        self._kept_rest_graphs: list[_RestGraph] = []
 
     def output(self, h_TD: Tensor) -> Tensor:
         """Return the output of the layer without keeping anything."""
@@ -147,11 +148,11 @@ class _LayerPass:
         self._input = keep.store_tensor(h_TD)
         if keep.keeps_all:
             with torch.enable_grad():
-                qkv = self._run_fronts(h_TD, self._fronts)
+                qkv = self._run_fronts(h_TD, self._front_graphs)
                 self._attention, attention_THE = _KeptAttention.compute(self._parts.attend, qkv, keep)
                 self._attention.saved.qkv = qkv
-                self._rests = list(self._rest_graphs(h_TD, attention_THE))
-            return self._collect_outputs(h_TD, self._rests)
+                self._kept_rest_graphs = list(self._rest_graphs(h_TD, attention_THE))
+            return self._collect_outputs(h_TD, self._kept_rest_graphs)
         if not keep.keeps_attention:
             return self.output(h_TD)
         qkv = self._run_fronts(h_TD)
@@ -168,7 +169,7 @@ class _LayerPass:
         # The gradient that autograd gives to a layer is read by no other, so it can be overwritten.
         dh_TD = dout_TD if dout_TD.is_contiguous() else dout_TD.contiguous()
         with torch.enable_grad():
-            fronts, attention = self._fronts, self._attention
+            fronts, attention = self._front_graphs, self._attention
             qkv = None if keep.keeps_all else self._run_fronts(h_TD, fronts)
             if attention is None:
                 assert qkv is not None
@@ -177,12 +178,12 @@ class _LayerPass:
                 attention_THE = attention.output()
             attention.saved.qkv, qkv = qkv or attention.saved.qkv, None
             dattention_THE = torch.empty_like(attention_THE)
-            for rest in self._rests or self._rest_graphs(h_TD, attention_THE, graph_only=True):
+            for rest in self._kept_rest_graphs or self._rest_graphs(h_TD, attention_THE, graph_only=True):
                 torch.autograd.backward(rest.output_TD, dh_TD[rest.rows])
                 dh_TD[rest.rows].copy_(_leaf_gradient(rest.h_TD))
                 dattention_THE[rest.rows].copy_(_leaf_gradient(rest.attention_THE))
         # Autograd keeps this object until the backward of the whole pass has ended.
-        self._input, self._attention, self._fronts, self._rests = None, None, [], []
+        self._input, self._attention, self._front_graphs, self._kept_rest_graphs = None, None, [], []
         del attention_THE, h_TD, rest
         gradients = attention.backward(dattention_THE)
         del attention, dattention_THE
@@ -252,7 +253,7 @@ class _KeptAttention:
         saved, gradients = _SavedTensors(qkv, keep), list[Tensor]()
         with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
             anchor = torch.zeros((), requires_grad=True)
-            attention_THE = attend(_Given.apply(anchor, gradients, *qkv))
+            attention_THE = attend(_CollectGradients.apply(anchor, gradients, *qkv))
         edge, attention_THE = get_gradient_edge(attention_THE), attention_THE.detach()
         return cls(edge, saved.pack(attention_THE), saved, gradients), attention_THE
 
@@ -279,9 +280,9 @@ class _SavedTensors:
         self._keep = keep
         self._given = {one.untyped_storage().data_ptr(): index for index, one in enumerate(qkv)}
         self._least_bytes = min(one.nbytes for one in qkv)
-        self._stored: dict[int, Fetch] = {}
+        self._storage_readers: dict[int, Fetch] = {}
         """Maps the address of each large storage to a function that returns a vector of its values."""
-        self._fetched: dict[int, Tensor] = {}
+        self._fetched_storages: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         saved = _Saved.from_tensor(tensor)
@@ -289,9 +290,9 @@ class _SavedTensors:
             return replace(saved, qkv_index=self._given[saved.address])
         if tensor.nbytes < self._least_bytes:
             return tensor
-        if saved.address not in self._stored:
+        if saved.address not in self._storage_readers:
             flat = tensor.detach().new_empty(0).set_(tensor.untyped_storage())
-            self._stored[saved.address] = self._keep.store_tensor(flat)
+            self._storage_readers[saved.address] = self._keep.store_tensor(flat)
         return saved
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
@@ -301,9 +302,9 @@ class _SavedTensors:
             assert self.qkv is not None, "queries, keys and values have not been given again"
             flat = self.qkv[saved.qkv_index]
         else:
-            if saved.address not in self._fetched:
-                self._fetched[saved.address] = self._stored.pop(saved.address)()
-            flat = self._fetched[saved.address]
+            if saved.address not in self._fetched_storages:
+                self._fetched_storages[saved.address] = self._storage_readers.pop(saved.address)()
+            flat = self._fetched_storages[saved.address]
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
 
@@ -324,9 +325,9 @@ class _Saved:
         return cls(address, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-class _Given(torch.autograd.Function):
-    """An autograd function that returns its input tensors unchanged. Its backward puts their gradients into a
-    list, so that the graph holds no leaf tensors."""
+class _CollectGradients(torch.autograd.Function):
+    """An autograd function that returns its input tensors unchanged. Its backward appends their gradients to
+    a list, so that the graph need not end in leaf tensors that it would keep alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

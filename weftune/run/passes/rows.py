@@ -32,8 +32,8 @@ from weftune.run.passes.adapted import AdaptedBase
 if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
-LEAST = 64
-"""Smallest value to which lengths of samples, in tokens, and numbers of rows are rounded up."""
+MIN_BUCKET = 64
+"""Smallest number to which lengths of samples, in tokens, and numbers of rows are rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def bucket_pack(samples: Pack, context: int) -> Pack:
         return samples
     empty = bucket(len(samples.lengths), 1) - len(samples.lengths)
     boundaries_B = pad(samples.boundaries, (0, empty), value=sum(samples.lengths))
-    longest = longest_bucket(samples.max_length, context)
+    longest = sample_length_bucket(samples.max_length, context)
     return replace(samples, boundaries=boundaries_B, max_length=longest, is_separated=False)
 
 
@@ -151,9 +151,9 @@ def bucket(value: int, min_value: int) -> int:
     return max(min_value, 1 << (value - 1).bit_length())
 
 
-def longest_bucket(longest: int, context: int) -> int:
+def sample_length_bucket(max_length: int, context: int) -> int:
     """Return the longest sample's length, rounded up to a power of two, but at most the base's context."""
-    return min(context, bucket(longest, LEAST))
+    return min(context, bucket(max_length, MIN_BUCKET))
 
 
 @dataclass(frozen=True, slots=True)

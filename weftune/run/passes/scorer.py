@@ -28,8 +28,8 @@ from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
-"""Values of `Segment.kl_purpose` for mismatched samples: whether they belong to a global batch or to held-out
-samples."""
+"""Values of `Segment.kl_purpose` for mismatched samples. They say whether the samples belong to a global
+batch or to held-out samples."""
 
 
 @dataclass(slots=True)
@@ -78,22 +78,23 @@ class _Scored:
 
 
 class Scorer:
-    """Computes losses on the worker that holds the last stage. Other workers have no head."""
+    """The part of an executor that computes losses and scores, on the worker that holds the last stage. Other
+    workers have no head."""
 
     def __init__(
         self,
         head: Head | None,
         trained_head_rows: Callable[[Segment], HeadRows | None] = lambda segment: None,
     ) -> None:
-        """`trained_head_rows` returns the rows of the head that a segment's adapter replaces by trained ones,
-        or None."""
+        """Create a scorer for this head. `trained_head_rows` returns the rows of the head that a segment's
+        adapter replaces by trained ones, or None."""
         self._head, self._own_rows = head, trained_head_rows
         self.objectives: dict[str, Objective] = {}
         """Maps each job to its objective. Jobs with supervised fine-tuning are left out."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._log_ratios: dict[tuple[str, str, int], list[float]] = {}
         """Maps (job, purpose, step) to a list for the mismatched samples that are scored after this step: the
-        log-probability of each, less that of the reference policy."""
+        log-probability of each sample minus its log-probability under the reference policy."""
 
     def attach_head(self, banks: Banks, job: str) -> None:
         """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""
@@ -144,15 +145,15 @@ class Scorer:
         self,
         leaf_TD: Tensor,
         device_microbatch: DeviceMicrobatch,
-        supervised: Callable[[Segment], int],
-        counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
+        supervised_tokens: Callable[[Segment], int],
+        sample_token_counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return the training losses of all segments (rows of one job each). For the global batch of a
-        segment, `supervised` returns the number of supervised tokens, and `counts` their number in each
-        sample."""
+        """Return the training losses of all segments (rows of one job each). `supervised_tokens` returns the
+        number of supervised tokens in a segment's global batch, and `sample_token_counts` the number in each
+        sample of that batch."""
         segments = device_microbatch.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
-            return self.score_together(leaf_TD, device_microbatch, supervised)
+            return self.score_segments_together(leaf_TD, device_microbatch, supervised_tokens)
         found = list(self._score_segments(leaf_TD, device_microbatch))
         losses: list[Tensor] = []
         metrics: list[Tensor | None] = []
@@ -162,10 +163,10 @@ class Scorer:
                 self._complete_scores(one, leaf_TD, "batch"),
             )
             if objective is None:
-                losses.append(SFT.loss(scores, BatchFacts(supervised(one.segment))))
+                losses.append(SFT.loss(scores, BatchFacts(supervised_tokens(one.segment))))
                 metrics.append(None)
                 continue
-            batch = BatchFacts(supervised(one.segment), counts(one.segment))
+            batch = BatchFacts(supervised_tokens(one.segment), sample_token_counts(one.segment))
             losses.append(objective.loss(scores, batch))
             sums_M = objective.metrics(scores)
             needs = objective.needs
@@ -173,7 +174,7 @@ class Scorer:
             metrics.append(None if sums_M is None else mean_metrics(sums_M, rows, needs.max_metric_count))
         return Scores(segments, leaf_TD, losses, [one.correct_S.sum() for one in found], metrics)
 
-    def score_together(
+    def score_segments_together(
         self, leaf_TD: Tensor, device_microbatch: DeviceMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
         """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.
@@ -185,8 +186,8 @@ class Scorer:
         counts = torch.tensor([supervised(segment) for segment in segments], dtype=logprobs_S.dtype)
         losses_J = -range_sums(logprobs_S, lengths) / to_device(counts, leaf_TD.device)
         correct_J = range_counts(correct_S, lengths)
-        none: list[Tensor | None] = [None] * len(segments)
-        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), none)
+        no_metrics: list[Tensor | None] = [None] * len(segments)
+        return Scores(segments, leaf_TD, list(losses_J.unbind()), list(correct_J.unbind()), no_metrics)
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[EvaluationSums]:

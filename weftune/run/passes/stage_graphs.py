@@ -31,7 +31,7 @@ from weftune.run.passes.graphs import Pool
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit
 
-MOST_KEYS = 8
+MAX_KEYS = 8
 """Maximum number of keys. Beyond it, the least recently used key is dropped with all its graphs."""
 
 
@@ -50,7 +50,7 @@ GraphVisit = tuple[VisitKind, int]
 
 
 @dataclass(slots=True)
-class _Known:
+class _KeyState:
     """The state of one graph key: its input tensors, the round in which each pass first occurred, and its
     graphs."""
 
@@ -67,7 +67,7 @@ class StageGraphs:
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
-        self._key_states: dict[GraphKey, _Known] = {}
+        self._key_states: dict[GraphKey, _KeyState] = {}
         self._round = 0
         self._plain_round = -1
         """Last round in which all graphs were dropped to make room for an uncaptured pass."""
@@ -122,16 +122,18 @@ class StageGraphs:
         self._pool.clear()
         self._plain_round = self._round
 
-    def _get_state(self, key: GraphKey) -> _Known:
+    def _get_state(self, key: GraphKey) -> _KeyState:
         if key not in self._key_states:
-            if len(self._key_states) >= MOST_KEYS:
+            if len(self._key_states) >= MAX_KEYS:
                 del self._key_states[next(iter(self._key_states))]
-            return self._key_states.setdefault(key, _Known(GraphInputs(self._banks, key, self._whole.device)))
+            return self._key_states.setdefault(
+                key, _KeyState(GraphInputs(self._banks, key, self._whole.device))
+            )
         # The most recently used key comes last.
         self._key_states[key] = self._key_states.pop(key)
         return self._key_states[key]
 
-    def _capture(self, key: GraphKey, key_state: _Known, visit: GraphVisit) -> StageGraph | None:
+    def _capture(self, key: GraphKey, key_state: _KeyState, visit: GraphVisit) -> StageGraph | None:
         kind, stage = visit
         base, buffers = self._stages[stage], (self._h_TD[: key.rows], self._dh_TD[: key.rows])
         try:
@@ -164,9 +166,9 @@ class StageGraph:
         dh_TD: Tensor,
         pool: Pool,
     ) -> None:
-        """`h_TD` holds the input of the stage and, after a forward, its output. `dh_TD` holds the gradient of
-        the output and, after a backward, that of the input. The last stage's output is kept in `dh_TD` until
-        its gradient is known."""
+        """Capture the pass in `pool`. `h_TD` holds the input of the stage and, after a forward, its output.
+        `dh_TD` holds the gradient of the output and, after a backward, that of the input. The last stage's
+        output is kept in `dh_TD` until its gradient is known."""
         self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._input_TD: Tensor | None = None

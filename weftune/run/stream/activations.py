@@ -15,21 +15,21 @@ from torch import Tensor
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import Payload
-from weftune.run.measure.timers import Waited
+from weftune.run.measure.timers import WaitTime
 from weftune.run.passes.host_copies import HostCopies
 from weftune.run.passes.rows import StageVisit, renumber_visits
 
 
 class KeptActivations:
-    """Keeps the inputs of this worker's stages on the device from forward to backward. Outputs for another
-    worker's stage are kept until they are sent."""
+    """A store that keeps the inputs of this worker's stages on the device from forward to backward. Outputs
+    for another worker's stage are kept until they are sent."""
 
     def __init__(self, own_stages: Collection[int]) -> None:
-        """`own_stages` are the indices of this worker's stages."""
+        """Create an empty store. `own_stages` are the indices of this worker's stages."""
         self._own = frozenset(own_stages)
         self._inputs: dict[StageVisit, Tensor] = {}
         self._gradients: dict[StageVisit, Tensor] = {}
-        self._outgoing: dict[tuple[StageVisit, Payload], Tensor] = {}
+        self._outgoing_tensors: dict[tuple[StageVisit, Payload], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
@@ -40,7 +40,7 @@ class KeptActivations:
         if visit.stage in self._own:
             self._inputs[visit] = input_TD
         else:
-            self._outgoing[visit, "activation"] = input_TD
+            self._outgoing_tensors[visit, "activation"] = input_TD
 
     def read(self, visit: StageVisit) -> Tensor:
         """Return the input of a stage for a microbatch. The compute stream waits until it can be read."""
@@ -62,14 +62,14 @@ class KeptActivations:
         if visit.stage in self._own:
             self._gradients[visit] = dh_TD
         else:
-            self._outgoing[visit, "gradient"] = dh_TD
+            self._outgoing_tensors[visit, "gradient"] = dh_TD
 
     def take_gradient(self, visit: StageVisit) -> Tensor:
         return self._gradients.pop(visit)
 
     def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
         """Return the tensor to send, or None if it was never computed."""
-        return self._outgoing.pop((visit, payload), None)
+        return self._outgoing_tensors.pop((visit, payload), None)
 
     def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
@@ -85,7 +85,8 @@ class KeptActivations:
 
 
 class OffloadedActivations:
-    """Keeps inputs on the device only around the passes that read them, and in host memory in between.
+    """A store that keeps inputs of stages on the device only around the passes that read them, and in host
+    memory in between.
 
     An input is copied to the host as soon as it is computed, so that the copy can run during the whole
     forward of the stage. After this forward, the input is dropped from the device. It is fetched during its
@@ -93,12 +94,12 @@ class OffloadedActivations:
     follows at once, so its inputs stay on the device.
     """
 
-    def __init__(self, base: StreamedBase, waited: Waited) -> None:
+    def __init__(self, base: StreamedBase, wait_time: WaitTime) -> None:
         whole, part = base.whole, base.part
         self._kept = KeptActivations(part.own_stages)
         self._offloaded = part.offloaded_stages
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
-        self._copies = HostCopies(self._device, waited)
+        self._copies = HostCopies(self._device, wait_time)
         self._offloaded_visits: set[StageVisit] = set()
         """Passes whose inputs are offloaded, or being offloaded, and have not been fetched back."""
         self._rows: dict[int, slice] = {}

@@ -34,8 +34,8 @@ bits as the whole vector."""
 JobStage = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 Events = tuple[torch.cuda.Event, ...]
-"""Events that must all be done before some work begins."""
-Make = Callable[[Sequence[Update], Tensor | None], Tensor]
+"""CUDA events after which some work may begin: all of them must be done."""
+ApplyUpdates = Callable[[Sequence[Update], Tensor | None], Tensor]
 """A function that applies updates on the device, with optional clipping factors, and returns whether each
 job's new weights are finite [J]."""
 
@@ -75,7 +75,8 @@ class Piece:
 
 
 def split_part(part: StagePart, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a part of a flat vector. `size` is the number of parameters of the whole vector."""
+    """Divide a part of an adapter's flat vector into pieces that are updated one after another, and yield
+    them. `size` is the number of parameters of the whole vector."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         kept_range = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -100,7 +101,8 @@ class _PendingPart:
 
 @dataclass(frozen=True, slots=True)
 class _BufferedPiece:
-    """A piece and its offset in a buffer on the device."""
+    """A piece (consecutive parameters of one job and stage), and its offset in a device buffer with pieces of
+    several jobs."""
 
     pair: JobStage
     part: _PendingPart
@@ -118,17 +120,18 @@ class _BufferedPiece:
 
 
 class HostSteps:
-    """The Steps of all attached jobs, with their state in host memory."""
+    """The part of an executor that performs the optimizer steps (Steps) of all attached jobs on the device,
+    piece by piece. Between the steps, master weights and moments are in host memory."""
 
     def __init__(
         self,
         device: torch.device,
-        apply_updates: Make = update,
+        apply_updates: ApplyUpdates = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
-        """`apply_updates` is the function that applies updates on the device. `device_weights` returns the
-        device's memory for a job's weights of a stage, to which new weights are copied too. It is None if
-        gradients and weights stay on the device."""
+        """Prepare to perform the Steps of jobs. `apply_updates` is the function that applies updates on the
+        device. `device_weights` returns the device's memory for a job's weights of a stage, to which new
+        weights are copied too. It is None if gradients and weights stay on the device."""
         self._device, self._apply_updates, self._device_weights = device, apply_updates, device_weights
         self.ring = PieceRing(device)
         self._parts: dict[str, Mapping[int, StagePart]] = {}
@@ -195,25 +198,25 @@ class HostSteps:
         return (job, stage) in self._pending_parts
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose Steps (optimizer steps) have pieces that have not been
-        started."""
+        """Return the pairs (job, stage) among `pairs` whose optimizer steps (Steps) have pieces that have not
+        been started."""
         return [pair for pair in pairs if pair in self._pending_parts]
 
     def all_pending_pairs(self) -> list[JobStage]:
         return sorted(self._pending_parts, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) whose updates have been started, unless a pass has already
-        waited for them."""
+        """Return the pairs (job, stage) among `pairs` whose updates have been started, unless a pass has
+        already waited for them."""
         return [pair for pair in pairs if pair in self._start_events]
 
-    def start(self, pairs: Iterable[JobStage], writable: Events = ()) -> None:
+    def start(self, pairs: Iterable[JobStage], writable_events: Events = ()) -> None:
         """Start the updates of the pairs (job, stage) concurrently with other work of the device. New weights
-        are copied to the host, and also to the device's memory for them once the events in `writable` are
-        done. Work that reads the weights must first call `wait_for_updates`."""
-        if writable:
-            with self.ring.updating():
-                _wait_for_events(writable)
+        are copied to the host, and also to the device's memory for them once the events in `writable_events`
+        are done. Work that reads the weights must first call `wait_for_updates`."""
+        if writable_events:
+            with self.ring.on_update_stream():
+                _wait_for_events(writable_events)
         for buffered_pieces in self._assign_buffers(pairs):
             if accepted := [
                 one for one in buffered_pieces if not one.part.run.is_refused(one.part.job_index)
@@ -233,7 +236,7 @@ class HostSteps:
     def read_outcomes(self, run: StepRun) -> None:
         """Start to copy the outcomes of Steps to the host. All pieces of the Steps must have been started."""
         assert not any(part.run is run for part in self._pending_parts.values()), "a Step is not all made"
-        with self.ring.updating():
+        with self.ring.on_update_stream():
             # Not on the stream of the passes: those of the next round may already be queued there.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_JS.device)
             run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite_flags]))
@@ -276,13 +279,13 @@ class HostSteps:
                 replace(state, gradient=kept.gradient, weights=kept.weights)
                 for state, kept in zip(on_device, on_host, strict=True)
             ]
-        with self.ring.copying_in(buffer):
+        with self.ring.on_copy_in_stream(buffer):
             for run in dict.fromkeys(one.part.run for one in buffered_pieces):
                 _wait_for_events(run.arrival_events)
             _copy_all(self._vectors_to_device(on_device), self._vectors_to_device(on_host))
-        with self.ring.updating():
+        with self.ring.on_update_stream():
             self._update(buffer, buffered_pieces, on_device)
-        with self.ring.copying_out(buffer):
+        with self.ring.on_copy_out_stream(buffer):
             if self._device_weights is not None:
                 on_host = [one.update.state.slice_state(*one.piece.kept_range) for one in buffered_pieces]
                 on_device = [
@@ -364,7 +367,7 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory on the device for pieces of Steps."""
+    """Device memory in which pieces of optimizer steps (Steps) are updated."""
 
     state: AdamState
     free_event: torch.cuda.Event | None = None
@@ -388,7 +391,8 @@ class PieceLanes:
 
 
 class PieceRing:
-    """Buffers in rotation: while one is updated, another is filled, and a third is copied back."""
+    """Device buffers for pieces of optimizer steps, used in rotation: while one is updated, another is
+    filled, and a third is copied back to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Buffer] = []
@@ -415,7 +419,7 @@ class PieceRing:
         return buffer
 
     @contextmanager
-    def copying_in(self, buffer: Buffer) -> Iterator[None]:
+    def on_copy_in_stream(self, buffer: Buffer) -> Iterator[None]:
         """Within the context, launch work on the stream of copies to the device, after the buffer is free.
         Updates that are launched later wait for these copies."""
         if self.lanes is None:
@@ -427,12 +431,12 @@ class PieceRing:
             yield
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
-    def updating(self) -> AbstractContextManager[object]:
+    def on_update_stream(self) -> AbstractContextManager[object]:
         """Return a context in which work is launched on the stream of updates."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.update)
 
     @contextmanager
-    def copying_out(self, buffer: Buffer) -> Iterator[None]:
+    def on_copy_out_stream(self, buffer: Buffer) -> Iterator[None]:
         """Within the context, launch work on the stream of copies to the host. The buffer is free after these
         copies."""
         if self.lanes is None:

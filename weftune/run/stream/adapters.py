@@ -96,13 +96,13 @@ class AdapterTransfers:
     def _allocate(self, parts: Mapping[int, StagePart], dtype: torch.dtype) -> dict[int, Tensor]:
         """Allocate device memory for each stage's part of the adapter. Stages that use the same slot share
         memory."""
-        shared: dict[tuple[str, int], list[int]] = {}
+        stages_by_memory: dict[tuple[str, int], list[int]] = {}
         for stage in parts:
             resident = stage == OUTSIDE_STAGE or self.part.stages[stage].is_resident
             slot = ("stage", stage) if resident else ("slot", self.part.slot_of_stage(stage))
-            shared.setdefault(slot, []).append(stage)
+            stages_by_memory.setdefault(slot, []).append(stage)
         found = {}
-        for stages in shared.values():
+        for stages in stages_by_memory.values():
             size = max(parts[stage].size for stage in stages)
             buffer = torch.zeros(size, dtype=dtype, device=self.device)
             found.update({stage: buffer[: parts[stage].size] for stage in stages})
@@ -230,15 +230,16 @@ class AdapterTransfers:
 
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
-    """Return pairs of a stage and its part of the flat vector, whose sites are in the order of layers."""
+    """Return pairs of a stage and the part of an adapter's flat vector with the stage's parameters. The part
+    is contiguous, since the vector is in the order of layers."""
     homes = [stage for stage, layers in enumerate(part.stages) for _ in range(layers.start, layers.stop)]
-    found: dict[int, StagePart] = {}
+    parts: dict[int, StagePart] = {}
     at = 0
     for parameter in layout.parameters:
         layer = layer_number(parameter.site)
         stage = OUTSIDE_STAGE if layer is None else homes[layer]
-        so_far = found.get(stage, StagePart(at, at))
+        so_far = parts.get(stage, StagePart(at, at))
         assert so_far.stop == at, f"{parameter.site} lies apart from its stage"
-        found[stage] = StagePart(so_far.start, at + parameter.size)
+        parts[stage] = StagePart(so_far.start, at + parameter.size)
         at += parameter.size
-    return iter(found.items())
+    return iter(parts.items())

@@ -19,7 +19,7 @@ from weftune.base.host.pinned import host_vectors
 from weftune.ops.adamw import AdamState, gradient_norms, update
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.run.stream.adapter_steps import HostSteps, JobStage, Make, StagePart
+from weftune.run.stream.adapter_steps import ApplyUpdates, HostSteps, JobStage, StagePart
 from weftune.run.training.state import Training
 from weftune.run.training.steps import BatchSums, Outcome, StepRequest, StepsUnderway, outcome_over_workers
 
@@ -28,8 +28,9 @@ STAGE = 0
 
 
 class OffloadedOptimizer:
-    def __init__(self, adapted: AdaptedBase, apply_updates: Make = update) -> None:
-        """`apply_updates` is the function that applies updates on the device."""
+    def __init__(self, adapted: AdaptedBase, apply_updates: ApplyUpdates = update) -> None:
+        """Create the store for the adapters of `adapted`. `apply_updates` is the function that applies
+        updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
@@ -65,8 +66,8 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the optimizer steps (Steps) of `jobs` before a pass of theirs. Return whether the device may
-        have to wait for that."""
+        """Finish the optimizer steps (Steps) of `jobs` before a pass that includes these jobs. Return whether
+        the device may have to wait for that."""
         if self._steps_underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]

@@ -18,7 +18,7 @@ from torch import Tensor
 from weftune.ops.adamw import update
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.resident_adapters import ResidentAdapters
-from weftune.run.stream.adapter_steps import HostSteps, Make
+from weftune.run.stream.adapter_steps import ApplyUpdates, HostSteps
 from weftune.run.stream.adapters import AdapterTransfers
 from weftune.run.stream.weights import StreamedWeights
 from weftune.run.training.state import Training
@@ -33,8 +33,11 @@ from weftune.run.training.steps import (
 
 
 class TravellingAdapters:
-    def __init__(self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: Make = update) -> None:
-        """`apply_updates` is the function that applies optimizer updates on the device."""
+    def __init__(
+        self, adapted: AdaptedBase, weights: StreamedWeights, apply_updates: ApplyUpdates = update
+    ) -> None:
+        """Create the store for the adapters of `adapted`. `apply_updates` is the function that applies
+        optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         base, self._weights, self._part = adapted.base, weights, weights.base.part
@@ -158,13 +161,13 @@ class TravellingAdapters:
     @property
     def needs_previous_outcome(self) -> bool:
         """Whether the outcomes of earlier optimizer steps (Steps) must be read before further Steps are
-        requested: if a pass has included one of their jobs. The Steps are finished by then, so reading their
-        outcomes does not block."""
+        requested. This is so if a pass has included one of their jobs; the Steps are finished by then, so
+        reading their outcomes does not block."""
         return self._steps_underway is not None and self._steps_underway.is_used
 
     def needs_step_outcome(self, stage: int) -> bool:
-        """Return whether outcomes of Steps must be known before an evaluation of the stage, which is so for
-        the last stage: a job whose Step failed has no loss there."""
+        """Return whether outcomes of Steps must be known before an evaluation of the stage. This is so for
+        the last stage, where a job whose Step failed has no loss."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from weftune.base.host.streamed import StreamedBase
-from weftune.run.measure.timers import Waited, recorded_event
+from weftune.run.measure.timers import WaitTime, recorded_event
 from weftune.run.stream.adapter_steps import Events
 
 EVICTED_BYTE = 0xFF
@@ -30,7 +30,7 @@ class ResidentWeights:
     """The weights of a base that stays on the device. Nothing is loaded or evicted."""
 
     def __init__(self) -> None:
-        self.waited = Waited()
+        self.wait_time = WaitTime()
 
     def begin_window(self) -> None:
         """Load the stages that must be on the device when a window begins."""
@@ -54,7 +54,7 @@ class StreamedWeights:
         self.base = base
         self.loaded_stages: set[int] = set()
         """Streamed stages that are loaded now, or are being loaded."""
-        self.waited = Waited()
+        self.wait_time = WaitTime()
         self.on_load: StageCallback = lambda stage: None
         self.on_evict: StageCallback = lambda stage: None
         self._queue: _GpuQueue | None = None
@@ -74,7 +74,7 @@ class StreamedWeights:
         taken = [other for other in self.loaded_stages if self.base.part.slot_of_stage(other) == slot]
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
         self.loaded_stages.add(stage)
-        self.waited.copied_bytes += self.base.sources[stage].size
+        self.wait_time.copied_bytes += self.base.sources[stage].size
         if self._queue is not None:
             self._queue.load(stage, slot)
             return
@@ -115,11 +115,11 @@ class StreamedWeights:
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
-            self.waited.seconds += time.perf_counter() - began
+            self.wait_time.seconds += time.perf_counter() - began
             return
         ready = recorded_event()
         yield
-        self.waited.record_wait(ready, recorded_event())
+        self.wait_time.record_wait(ready, recorded_event())
 
     def begin_window(self) -> None:
         """Load the stages that must be on the device when a window begins. An unfinished window may have left
@@ -141,7 +141,8 @@ class _GpuQueue:
     """CUDA streams for Loads and Evicts, and events between them and the compute stream."""
 
     def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
-        """If `reader` is None, stages are copied on the stream of Loads; otherwise a thread reads them."""
+        """Create the streams. If `reader` is None, stages are copied on the stream of Loads; otherwise a
+        thread reads them."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
         self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -186,7 +187,7 @@ class _GpuQueue:
         there = beside if self._reader is None else self._reader.arrival_event(stage)
         for came in dict.fromkeys((there, beside)):
             torch.cuda.current_stream().wait_event(came)
-        self._weights.waited.record_wait(ready, there)
+        self._weights.wait_time.record_wait(ready, there)
 
     def wait_for_compute(self) -> None:
         """Make Loads wait for the compute stream: the weights of a job attached since a slot was freed may
@@ -209,8 +210,8 @@ class _GpuQueue:
 
 
 class _StageReader:
-    """A thread that reads stages from their files and copies them to the device on a separate stream. So no
-    work of the main thread waits for a stage that is still being read."""
+    """A thread that reads stages from their files and copies them to the device on a separate stream, so that
+    the main thread never waits for a file."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights

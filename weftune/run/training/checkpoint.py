@@ -7,8 +7,9 @@ synced, then renamed. The data order, the schedule and the dropout are functions
 random state is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
 
 Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
-all slices are reported, writes the state and renames the folder; until then it is not read. Both forms can be
-read with any number of stages, since parameters are found by their module and name.
+all slices are reported, writes the state and renames the folder; until then it is not read. A checkpoint of
+one file or of several slices can be read with any number of stages, since parameters are found by their
+module and name.
 """
 
 from __future__ import annotations
@@ -104,13 +105,20 @@ def drop_partial(folder: Path) -> None:
 
 
 def write_state(
-    partial: Path, progress: Progress, seed: int, contents: Mapping[str, Any], sums: Mapping[str, str]
+    partial_folder: Path,
+    progress: Progress,
+    seed: int,
+    contents: Mapping[str, Any],
+    checksums: Mapping[str, str],
 ) -> None:
-    """Write the state file and the checksum file. `sums` maps names of tensor files to their SHA-256."""
+    """Write the state file and the checksum file. `checksums` maps names of tensor files to their SHA-256."""
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
-    write_synced(partial / STATE, content)
-    write_synced(partial / SUMS, checksum_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
+    write_synced(partial_folder / STATE, content)
+    write_synced(
+        partial_folder / SUMS,
+        checksum_file_content({**checksums, STATE: hashlib.sha256(content).hexdigest()}),
+    )
 
 
 def publish_checkpoint(partial_path: Path, final_path: Path) -> None:
@@ -120,7 +128,7 @@ def publish_checkpoint(partial_path: Path, final_path: Path) -> None:
     shutil.rmtree(final_path, ignore_errors=True)
     os.rename(partial_path, final_path)
     sync_folder(final_path.parent)
-    for old in list(_newest_first(final_path.parent))[KEPT_CHECKPOINTS:]:
+    for old in list(_checkpoints_newest_first(final_path.parent))[KEPT_CHECKPOINTS:]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -140,7 +148,7 @@ def has_progress(folder: Path, progress: Progress) -> bool:
 
 def restore(folder: Path, training: Training) -> bool:
     """Restore `training` from the newest intact checkpoint under `folder`; return whether there is one."""
-    for path in _newest_first(folder):
+    for path in _checkpoints_newest_first(folder):
         stored = _read(path)
         if stored is None or not set(stored.layout.parameters).issuperset(training.layout.parameters):
             continue
@@ -175,14 +183,14 @@ class CheckpointSurvey:
 
     progress: Progress | None
     """Progress of the newest intact checkpoint. None if there is none."""
-    damaged: tuple[Path, ...]
+    damaged_paths: tuple[Path, ...]
     """Damaged checkpoints that are newer than the newest intact one."""
 
 
 def survey(folder: Path) -> CheckpointSurvey:
     """Find the newest intact checkpoint under `folder`, without loading it into a model."""
     damaged: list[Path] = []
-    for path in _newest_first(folder):
+    for path in _checkpoints_newest_first(folder):
         if (stored := _read(path)) is not None:
             return CheckpointSurvey(stored.progress, tuple(damaged))
         damaged.append(path)
@@ -203,7 +211,7 @@ def rename_damaged(damaged_paths: Iterable[Path]) -> None:
         os.rename(path, target)
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
+def _checkpoints_newest_first(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         yield from sorted(folder.glob("step-*"), reverse=True)
 
@@ -228,7 +236,7 @@ def _read(path: Path) -> _Stored | None:
         names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
         content = {name: (path / name).read_bytes() for name in names}
         found = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        if STATE not in content or sums != checksum_text(found):
+        if STATE not in content or sums != checksum_file_content(found):
             return None
         state = json.loads(content[STATE])
         refuse_unknown_format(state.get("format"), path / STATE)
@@ -249,8 +257,9 @@ def layout_as_list(layout: VectorLayout) -> list[list[Any]]:
     return [[p.site, p.name, list(p.shape)] for p in layout.parameters]
 
 
-def checksum_text(sums: Mapping[str, str]) -> bytes:
-    """Return a file of checksums in the format of `sha256sum`."""
+def checksum_file_content(sums: Mapping[str, str]) -> bytes:
+    """Return the content of a file of checksums in the format of `sha256sum`. `sums` maps file names to their
+    SHA-256."""
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
 
 

@@ -24,7 +24,7 @@ class Recipe:
     eps: float = 1e-8
     clip: float | None = 1.0
     seed: int = 0
-    averaged: tuple[tuple[int, int], ...] = ()
+    averaged_spans: tuple[tuple[int, int], ...] = ()
     """Spans of steps, as (first step, last step), over each of which the master weights are averaged."""
     objective: ObjectiveSpec = SFT_SPEC
 

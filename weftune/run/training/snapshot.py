@@ -23,9 +23,9 @@ from weftune.errors import BaseModelError
 from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
-HOST_SHARE = 1 / 8
-"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, it is taken
-from the memory that plans leave free (`CPU_SHARE` in run/measure/memory.py)."""
+HOST_FRACTION = 1 / 8
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, snapshots
+use memory that plans leave free (`CPU_FRACTION` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,16 +38,17 @@ class Snapshot:
     seed: int
     layout: VectorLayout
     vectors: Mapping[str, Tensor]
-    """Maps names in a checkpoint to vectors: the master weights, the moments, the best weights, the mean."""
+    """Maps the name of each vector in a checkpoint to the vector: the master weights, the moments, the best
+    weights, the mean of the last weights."""
     memory: Tensor | None = None
     """Memory that holds all vectors, if it belongs to a pool to which it is returned after use. None
     otherwise."""
-    copied: torch.cuda.Event | None = None
+    copied_event: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the vectors by name. Waits until the device has copied them."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copied_event is not None:
+            self.copied_event.synchronize()
         return self.vectors
 
 
@@ -65,8 +66,8 @@ def weights_snapshot(training: Training) -> Snapshot:
 
 
 def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
-    """Return the vectors of a job's checkpoint by name. A job that was assembled from several workers has no
-    moments."""
+    """Return a dict from name to vector of everything that a job's checkpoint stores. It has no moments if
+    the job was assembled from several workers."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best_weights is not None:
         found["best"] = training.best_weights
@@ -80,9 +81,9 @@ class Snapshots:
         """Create an empty pool of host memory. `device` is the device that trains."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
+        self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_FRACTION))
         self._used_bytes = 0
-        self._free: dict[int, list[Tensor]] = {}
+        self._free_memory: dict[int, list[Tensor]] = {}
         """Maps a number of bytes to unused page-locked memory of that size. The memory is kept because
         page-locking is slow."""
         self._free_bytes = 0
@@ -98,8 +99,8 @@ class Snapshots:
             start += _aligned_bytes(vector)
         copied = self._copy_vectors(vectors, copies)
         if training.master.is_cuda:
-            training.snapshot_copied = copied
-        return replace(make_snapshot(training, copies), memory=memory, copied=copied)
+            training.snapshot_copied_event = copied
+        return replace(make_snapshot(training, copies), memory=memory, copied_event=copied)
 
     def release(self, snapshot: Snapshot) -> None:
         """Release the snapshot's memory for reuse."""
@@ -144,23 +145,23 @@ class Snapshots:
         return self._used_bytes + self._free_bytes
 
     def _add_free(self, memory: Tensor) -> None:
-        self._free.setdefault(len(memory), []).append(memory)
+        self._free_memory.setdefault(len(memory), []).append(memory)
         self._free_bytes += len(memory)
 
     def _pop_free(self, size: int) -> Tensor:
-        memory = self._free[size].pop()
+        memory = self._free_memory[size].pop()
         self._free_bytes -= size
-        if not self._free[size]:
-            del self._free[size]
+        if not self._free_memory[size]:
+            del self._free_memory[size]
         return memory
 
     def _take_memory(self, size: int) -> Tensor:
         with self._changed:
             self._changed.wait_for(lambda: not self._used_bytes or self._used_bytes + size <= self.max_bytes)
-            fitting = min((one for one in self._free if size <= one <= 2 * size), default=None)
+            fitting = min((one for one in self._free_memory if size <= one <= 2 * size), default=None)
             memory = None if fitting is None else self._pop_free(fitting)
-            while memory is None and self._free and self._allocated_bytes + size > self.max_bytes:
-                self._pop_free(next(iter(self._free)))
+            while memory is None and self._free_memory and self._allocated_bytes + size > self.max_bytes:
+                self._pop_free(next(iter(self._free_memory)))
             self._used_bytes += size if memory is None else len(memory)
         return _host_memory(size, self._device) if memory is None else memory
 

@@ -97,20 +97,22 @@ class EvaluationSums:
             self.tokens + other.tokens,
             self.count + other.count,
             tuple(
-                max(pair) if number >= self._sums else sum(pair)
+                max(pair) if number >= self._sum_count else sum(pair)
                 for number, pair in enumerate(zip(self.metrics, other.metrics, strict=True))
             ),
             self.maxima,
         )
 
     @property
-    def _sums(self) -> int:
+    def _sum_count(self) -> int:
         """Number of elements of `metrics` that are sums, not maxima."""
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
         """Return the means of metrics that are sums, and the values of metrics that are maxima, in order."""
-        return [total / self.count for total in self.metrics[: self._sums]] + [*self.metrics[self._sums :]]
+        return [total / self.count for total in self.metrics[: self._sum_count]] + [
+            *self.metrics[self._sum_count :]
+        ]
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class Training:
     """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
     evaluate this mean at their rungs (the steps at which trials are compared)."""
     open_batch: OpenBatch | None = None
-    snapshot_copied: torch.cuda.Event | None = None
+    snapshot_copied_event: torch.cuda.Event | None = None
     """Event after which the copy of a snapshot is complete. None if no copy can still be running."""
 
     @property
@@ -144,9 +146,9 @@ class Training:
     def update(self, norm: float = 0.0) -> Update:
         """Return the next optimizer step, with the factor that clips the gradient, whose norm is `norm`. The
         device is made to wait until a running copy of a snapshot is complete."""
-        if self.snapshot_copied is not None:
-            torch.cuda.current_stream(self.master.device).wait_event(self.snapshot_copied)
-            self.snapshot_copied = None
+        if self.snapshot_copied_event is not None:
+            torch.cuda.current_stream(self.master.device).wait_event(self.snapshot_copied_event)
+            self.snapshot_copied_event = None
         step = self.progress.step + 1
         kind = get_kind(self.adapter.spec.kind)
         kind.before_step(self.adapter, step, lambda: self.layout.parameter_views(self.master))
@@ -186,7 +188,7 @@ class Training:
         if self.mean_weights is None:
             return
         progress, step = self.progress, self.progress.step
-        first = next((first for first, last in self.recipe.averaged if step <= last), None)
+        first = next((first for first, last in self.recipe.averaged_spans if step <= last), None)
         if first is None:
             # The job has passed its last rung.
             self.mean_weights, progress.averaged = None, 0
@@ -212,16 +214,16 @@ class Training:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> bool:
         """Record an evaluation and return whether it is the best so far: the one with the lowest loss or, if
         the job has its own metric, with the highest `score` and, among equal scores, the lowest loss. If
-        `keep_best`, the weights of the best evaluation are kept. `counts` is False for an evaluation that
-        only a sweep requested, which is not compared."""
+        `keep_best`, the weights of the best evaluation are kept. `is_requested` is False for an evaluation
+        that only a sweep requested, which is not compared."""
         progress = self.progress
         progress.evaluated = progress.step
-        if not counts:
+        if not is_requested:
             return False
         progress.evaluated_loss, progress.evaluated_score = loss, score
         best = (
@@ -248,7 +250,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
-        self.dead: set[str] = set()
+        self.failed_jobs: set[str] = set()
         """Failed jobs, whose rows and actions in the Program are skipped."""
 
     def has_open_batch(self) -> bool:
@@ -265,7 +267,7 @@ class Roster:
         """Add a microbatch's losses, correct predictions and metrics to the open global batches of its jobs,
         except jobs that have failed."""
         for segment, loss, count, metrics_M in zip(segments, losses, correct, metrics, strict=True):
-            if segment.job not in self.dead:
+            if segment.job not in self.failed_jobs:
                 self.trainings[segment.job].collect(segment, loss, count, metrics_M)
 
     def drop_open_batches(self) -> None:
@@ -308,7 +310,7 @@ def new_training(
         weights=master.to(dtype, copy=True),
     )
     # Allocated now, when its memory is counted, so that no Step runs out of memory for it.
-    mean = torch.zeros_like(master) if recipe.averaged else None
+    mean = torch.zeros_like(master) if recipe.averaged_spans else None
     return Training(adapter, recipe, layout, state, mean_weights=mean)
 
 

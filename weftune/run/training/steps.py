@@ -68,7 +68,7 @@ class StepRun:
     """Result of `open_batch_sums`: loss, correct predictions and metrics of each job."""
     factor_J: Tensor | None
     """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
-    reasons: list[str | None] = field(init=False)
+    refusal_reasons: list[str | None] = field(init=False)
     """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
@@ -77,11 +77,11 @@ class StepRun:
     """Events after which all gradients are on the host, if they are copied to it."""
     _values_JV: Tensor | None = None
     """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host
-    once the event `_copied` is done."""
-    _copied: torch.cuda.Event | None = None
+    once the event `_copied_event` is done."""
+    _copied_event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
-        self.reasons = [None] * len(self.requests)
+        self.refusal_reasons = [None] * len(self.requests)
         self.finite_flags = tuple([] for _ in self.requests)
 
     def is_refused(self, job_index: int) -> bool:
@@ -95,16 +95,21 @@ class StepRun:
         if self._values_JV.is_cuda:
             host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
             self._values_JV = host_JV.copy_(self._values_JV, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
+            self._copied_event = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
         """Return every step's outcome. If an outcome is a string, the job's weights must not be used."""
         assert self._values_JV is not None, "the results of these steps are not being read"
-        if self._copied is not None:
-            self._copied.synchronize()
-        found: list[Outcome] = []
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
+        outcomes: list[Outcome] = []
         rows = zip(
-            self.requests, self.updates, self.tokens, self.reasons, self._values_JV.tolist(), strict=True
+            self.requests,
+            self.updates,
+            self.tokens,
+            self.refusal_reasons,
+            self._values_JV.tolist(),
+            strict=True,
         )
         for request, one, tokens, failure, (norm, finite, loss, correct, *metrics) in rows:
             sums = BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
@@ -113,15 +118,16 @@ class StepRun:
                 or failure
                 or (None if finite else _not_finite_reason(one))
             )
-            found.append(reason or _finish_step(request, sums, one.learning_rate, tokens))
-        return found
+            outcomes.append(reason or _finish_step(request, sums, one.learning_rate, tokens))
+        return outcomes
 
 
 class StepsUnderway:
     """Requested optimizer steps whose outcomes are read together."""
 
     def __init__(self, device: torch.device, finish: Callable[[], None] = lambda: None) -> None:
-        """`finish` completes the steps and starts reading their results."""
+        """Create the record of requested steps. `finish` completes the steps and starts reading their
+        results."""
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
@@ -181,7 +187,7 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
         return run
     for number, one in enumerate(run.updates):
         if not run.is_refused(number):
-            run.reasons[number] = apply_update(one)
+            run.refusal_reasons[number] = apply_update(one)
     run.read(torch.ones(len(requests), dtype=torch.bool))
     return run
 
@@ -260,7 +266,7 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
     )
 
 
-def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int) -> StepOutcome:
+def _finish_step(request: StepRequest, sums: BatchSums, learning_rate: float, tokens: int) -> StepOutcome:
     """Record a finished step in the job's progress, add its master weights to the mean if one is kept, and
     return the outcome."""
     progress = request.training.progress
@@ -270,7 +276,7 @@ def _finish_step(request: StepRequest, sums: BatchSums, rate: float, tokens: int
     return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,
-        learning_rate=rate,
+        learning_rate=learning_rate,
         token_accuracy=request.token_accuracy(sums.correct),
         tokens=tokens,
         metrics=_named_metrics(request, sums),

@@ -25,7 +25,8 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 MIN_THREADS, MAX_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""Number of CPU cores per writer thread: hashing uses one core, but small files mostly wait for the disk."""
+"""Number of CPU cores for each writer thread. It is above 1 because a thread occupies one core only while it
+hashes; with small files it mostly waits for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Writer:
         """Maps each job to the future of its last unfinished request."""
         self._lock = Lock()
         self._failed_writes: deque[tuple[Snapshot, Exception]] = deque()
-        """Checkpoints that could not be written since the last call of `unsaved`, with their errors. They
-        have a list of their own, since a scan of all pending requests after every step would be slow."""
+        """Checkpoints that could not be written since the last call of `take_unsaved`, with their errors.
+        They have a list of their own, since a scan of all pending requests after every step would be slow."""
 
     def run(self, job: str, function: Callable[[], T]) -> Future[T]:
         """Call `function` in a writer thread once all earlier requests of this job are done. Return a future
@@ -92,7 +93,7 @@ class Writer:
             self._failed_writes.append((snapshot, error))
             raise
 
-    def unsaved(self) -> list[Unsaved]:
+    def take_unsaved(self) -> list[Unsaved]:
         """Return the checkpoints that could not be written since the last call. Raise errors that are not
         disk errors."""
         found = []

@@ -28,7 +28,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event, Failed, SaveDue, Scored, Stepped
-from weftune.run.measure.timers import ActionTimer, DeviceSpan, Waited
+from weftune.run.measure.timers import ActionTimer, DeviceSpan, WaitTime
 from weftune.run.parts import NOTHING_TO_DO, AdapterState
 from weftune.run.passes.rows import TimedPass
 from weftune.run.shards import Shards, ShardShortage
@@ -66,10 +66,10 @@ class WorkerReport:
     shortage: str = ""
     """Reason why this worker could not compute the whole window; empty if it could."""
     copied_bytes: int = 0
-    """Bytes loaded from the host since the worker began, if its stages are streamed."""
+    """Number of bytes loaded from the host since the worker began, if its stages are streamed."""
     peak_bytes: int = 0
-    """Peak bytes in use. The first worker does not report them."""
-    waited: float = 0.0
+    """Peak memory use in bytes. The first worker does not report it."""
+    waited_seconds: float = 0.0
     """Seconds that the worker's device waited for streamed stages."""
 
 
@@ -85,16 +85,16 @@ class Agreed:
         worker: int,
         shards: Shards | None = None,
     ) -> None:
-        """`worker` is the index of the list of actions that this worker runs. `shards` is given if each layer
-        is divided among several workers. These run the same list, and their sums are equal to the bit, so
-        they make the same decisions."""
+        """Create the agreement of one worker. `worker` is the index of the list of actions that it runs.
+        `shards` is given if each layer is divided among several workers. These run the same list, and their
+        sums are equal to the bit, so they make the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO
         self.report = WorkerReport()
         self._timer, self._transport, self._worker = timer, transport, worker
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
-        self._ran: list[tuple[Action, DeviceSpan]] = []
+        self._action_spans: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
         """Maps the index of a batch to its sums over this worker and all later stages. Only the first worker
         stores them, until it decides."""
@@ -111,14 +111,17 @@ class Agreed:
         self._batches = {
             (one.job, one.step): (batch_index, one) for batch_index, one in enumerate(program.batches)
         }
-        self._ran = []
+        self._action_spans = []
         self.report = WorkerReport()
         sizes = {job: training.layout.size for job, training in self._roster.trainings.items()}
         self._transport.expect(program, self._worker, sizes)
 
-    def end_window(self, waited: Waited) -> None:
-        self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
-        machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._ran]
+    def end_window(self, wait_time: WaitTime) -> None:
+        self.report.copied_bytes, self.report.waited_seconds = (
+            wait_time.copied_bytes,
+            wait_time.total_seconds(),
+        )
+        machine_times = [(action, *self._timer.machine_times(span)) for action, span in self._action_spans]
         self.report.times = [TimedAction(*one) for one in machine_times]
         if self.shortage or (self._roster.has_open_batch() and not self._program.hands_over):
             self._adapters.abandon()
@@ -142,7 +145,7 @@ class Agreed:
     def report_action(
         self, action: Action, span: DeviceSpan, timed_pass: TimedPass | None
     ) -> Iterator[Event]:
-        self._ran.append((action, span))
+        self._action_spans.append((action, span))
         return iter(())
 
     def handle_arrival(self, stage: int) -> Iterator[Event]:
@@ -172,7 +175,7 @@ class Agreed:
 
     def save(self, job: str, step: int) -> Iterator[Event]:
         """Request a checkpoint of the job, unless its Step was abandoned."""
-        if job not in self._roster.dead and self._roster.trainings[job].progress.step == step:
+        if job not in self._roster.failed_jobs and self._roster.trainings[job].progress.step == step:
             yield SaveDue(job, step)
 
     # -- what a batch came to ----------------------------------------------------------------------------
@@ -190,29 +193,29 @@ class Agreed:
         if self._shards is not None and is_first:
             self._shards.sum_gradient(self._roster.trainings[action.job])
         if action.payload == "gradient":
-            self._send_share(action.job, action.step)
+            self._send_replica_sums(action.job, action.step)
         else:
             self._accumulate_sums(action.job, action.step)
 
-    def _send_share(self, job: str, step: int) -> None:
+    def _send_replica_sums(self, job: str, step: int) -> None:
         """Send the gradient and the sums of this replica's part of a batch to the other replicas."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
-        if job in self._roster.dead or self.shortage:
+        if job in self._roster.failed_jobs or self.shortage:
             nothing = ABANDONED if self.shortage else DEAD
             message_N = gradient_N.new_full((len(gradient_N) + SUMS_PER_MESSAGE,), nothing)
         else:
             message_N = torch.cat([gradient_N, batch_totals(training)])
         self._transport.exchange.send_to_replicas((job, step), message_N)
 
-    def _add_shares(self, job: str, step: int) -> None:
+    def _add_replica_sums(self, job: str, step: int) -> None:
         """Replace this replica's gradient and sums of a batch by those over all replicas."""
         one = self._roster.trainings[job]
         stop = one.layout.size + 2 + len(one.recipe.objective.metrics)
         maxima = slice(stop - one.recipe.objective.max_metric_count, stop)
         total_N = self._transport.exchange.sum((job, step), self._worker, maxima)
         self._timer.start()
-        if job not in self._roster.dead:
+        if job not in self._roster.failed_jobs:
             batch, training = self._batches[job, step][1], self._roster.trainings[job]
             training.gradient.copy_(total_N[:-SUMS_PER_MESSAGE])
             loss, correct, *_ = total_N[-SUMS_PER_MESSAGE:]
@@ -224,7 +227,7 @@ class Agreed:
         worker."""
         program = self._program
         if program.replicas > 1:
-            self._add_shares(job, step)
+            self._add_replica_sums(job, step)
         if program.replica(self._worker) > 0:
             return
         batch_index, _ = self._batches[job, step]
@@ -240,7 +243,7 @@ class Agreed:
     def _own_sums(self, job: str) -> Tensor:
         """Return this worker's sums of a batch: the squared norm of the gradient, the loss, the correct
         predictions and the metrics."""
-        if job in self._roster.dead:
+        if job in self._roster.failed_jobs:
             return torch.full((1 + SUMS_PER_MESSAGE,), DEAD, dtype=torch.float64)
         if self.shortage:
             none = [0.0] * (SUMS_PER_MESSAGE - 1)
@@ -269,13 +272,13 @@ class Agreed:
                 yield from self._decide_step(action.job, action.step)
             else:
                 self._follow_decision(action.job, action.step)
-            self._ran.append((action, self._timer.stop()))
+            self._action_spans.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
         """Mark each of the Steps' jobs as failed on all shards if it has failed on any of them."""
-        dead = shards.any_over_shards([step.job in self._roster.dead for step in steps])
+        dead = shards.any_over_shards([step.job in self._roster.failed_jobs for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
-            if is_dead and step.job not in self._roster.dead:
+            if is_dead and step.job not in self._roster.failed_jobs:
                 self._adapters.kill(step.job)
 
     def _decide_step(self, job: str, step: int) -> Iterator[Event]:
@@ -283,7 +286,7 @@ class Agreed:
         with the first list of actions."""
         batch_index, batch = self._batches[job, step]
         squares, loss, correct, *metrics = self._sums.pop(batch_index).tolist()
-        if job in self._roster.dead:
+        if job in self._roster.failed_jobs:
             self._announce_decision(batch_index, DEAD)
             return
         if loss == ABANDONED:
@@ -310,7 +313,7 @@ class Agreed:
             self._decisions[int(number)] = norm
         norm = self._decisions.pop(batch_index)
         self._timer.start()
-        if job in self._roster.dead or norm == ABANDONED:
+        if job in self._roster.failed_jobs or norm == ABANDONED:
             return
         if math.isnan(norm):
             self._adapters.kill(job)

@@ -133,19 +133,19 @@ def _decode_value(json_value: Any, tensors: list[Tensor], records: Mapping[str, 
 
 def _build_record(kind: type, values: list[Any]) -> Any:
     """Return an instance of the dataclass `kind` with the given field values. Its constructor is not run."""
-    made: Any = object.__new__(kind)
+    instance: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
-        object.__setattr__(made, one.name, value)
-    return made
+        object.__setattr__(instance, one.name, value)
+    return instance
 
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a dict from name to class of all dataclasses whose instances a value of the type `kind` can
-    contain, according to its annotations."""
-    found: dict[str, type] = {}
-    _collect_records(kind, found)
-    return found
+    """Return a dict from name to class of all dataclasses that occur in the annotations of the type `kind`,
+    directly or in fields."""
+    records: dict[str, type] = {}
+    _collect_records(kind, records)
+    return records
 
 
 def _collect_records(kind: Any, records: dict[str, type]) -> None:

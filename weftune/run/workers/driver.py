@@ -77,7 +77,8 @@ class _PendingCheckpoint:
     seed: int
     keeps_best: bool
     own_slice: Future[Slice]
-    """Future of this worker's own slice."""
+    """Future of the slice (checkpoint file) that this worker writes. It is done when the file has been
+    written."""
     slices: dict[int, Slice] = field(default_factory=dict)
     final_rename: Future[Path] | None = None
 
@@ -92,15 +93,15 @@ class Driver:
     def __init__(
         self,
         control: WorkerControl,
-        loaded: Base | StreamedBase,
+        loaded_part: Base | StreamedBase,
         layout: Layout,
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`loaded` is this worker's part of the base. `checkpoints` returns the folder of a job's
-        checkpoints, which is the same for every worker. `delay` is the number of seconds by which tests delay
-        every message."""
-        self.base = base = loaded_base(loaded)
+        """Create the driver of workers that have loaded their parts. `loaded_part` is this worker's part of
+        the base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
+        `delay` is the number of seconds by which tests delay every message."""
+        self.base = base = loaded_base(loaded_part)
         self.control = control
         position = control.connections.position
         self.stages, self.replicas, self.shards = position.stages, position.replicas, position.shards
@@ -109,10 +110,10 @@ class Driver:
         self.reports: list[WorkerReport] = []
         """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
-        """Peak bytes in use on each of the other workers."""
+        """Peak memory use, in bytes, of each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(
-            loaded,
+            loaded_part,
             layout.for_worker(0),
             self._transport,
             position.list_index,
@@ -120,11 +121,11 @@ class Driver:
         )
         self.attached = self._own.attached
         """Maps each job to the training state of its first stage, which also holds the job's progress."""
-        self.home, self.fused = self._own.home, self._own.fused
+        self.home, self.is_fused = self._own.home, self._own.is_fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
-        self._pending: dict[tuple[str, int], _PendingCheckpoint] = {}
-        self._unsaved: list[Unsaved] = []
+        self._pending_checkpoints: dict[tuple[str, int], _PendingCheckpoint] = {}
+        self._unsaved_checkpoints: list[Unsaved] = []
         """Checkpoints that could not be written and have not been reported yet."""
         self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
         """Maps (job, step) to the answers of other workers about their files (slices) of this checkpoint, by
@@ -174,7 +175,9 @@ class Driver:
         # From here on no worker writes a slice of it.
         self.writer.wait(job)
         drop_partial(self._checkpoints(job))
-        self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
+        self._pending_checkpoints = {
+            key: one for key, one in self._pending_checkpoints.items() if key[0] != job
+        }
         self._early_slices = {key: one for key, one in self._early_slices.items() if key[0] != job}
         layout = get_kind(own.adapter.spec.kind).layout(own.adapter.spec, self.base.whole_sites)
         return _assemble_training(own, parts, layout)
@@ -190,14 +193,14 @@ class Driver:
         loss: float,
         keep_best: bool,
         min_delta: float,
-        counts: bool = True,
+        is_requested: bool = True,
         score: float | None = None,
     ) -> None:
         training = self.attached[job]
-        best = training.record_evaluation(loss, keep_best, min_delta, counts, score)
+        best = training.record_evaluation(loss, keep_best, min_delta, is_requested, score)
         if best and keep_best:
             self.control.broadcast(JobCommand("keep best", job))
-        if (pending := self._pending.get((job, training.progress.step))) is not None:
+        if (pending := self._pending_checkpoints.get((job, training.progress.step))) is not None:
             pending.progress = copy.copy(training.progress)
             pending.keeps_best = training.best_weights is not None
 
@@ -317,7 +320,7 @@ class Driver:
         """Yield events for the jobs that failed on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
-                if job not in self._own.dead:
+                if job not in self._own.failed_jobs:
                     self.kill(job)
                     yield Failed(job, reason)
 
@@ -328,7 +331,7 @@ class Driver:
                 key = one.job, one.step
                 sums[key] = sums[key] + one if key in sums else one
         for one in sums.values():
-            if one.job in self._own.dead:
+            if one.job in self._own.failed_jobs:
                 continue
             if not math.isfinite(one.loss):
                 self.kill(one.job)
@@ -336,7 +339,7 @@ class Driver:
 
     def _score_events(self) -> Iterator[Event]:
         for one in (one for report in self.reports for one in report.scores):
-            if one.job in self._own.dead:
+            if one.job in self._own.failed_jobs:
                 continue
             if isinstance(event := score_event(one), Failed):
                 self.kill(one.job)
@@ -352,7 +355,7 @@ class Driver:
         snapshot = self._own.snapshot(job)
         key = job, snapshot.progress.step
         own_slice = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
-        self._pending[key] = _PendingCheckpoint(
+        self._pending_checkpoints[key] = _PendingCheckpoint(
             folder, snapshot.progress, training.adapter.seed, training.best_weights is not None, own_slice
         )
         for worker, early in self._early_slices.pop(key, {}).items():
@@ -367,22 +370,26 @@ class Driver:
         for worker in self.control.writers:
             self.control.command(worker, JobCommand("save slice", job))
 
-    def unsaved(self) -> list[Unsaved]:
+    def take_unsaved(self) -> list[Unsaved]:
         """Return checkpoints that could not be written and have not been reported yet."""
         while (received := self.control.next_answer()) is not None:
             self._handle_answer(*received)
         self._commit_checkpoints()
-        found, self._unsaved = self._unsaved, []
+        found, self._unsaved_checkpoints = self._unsaved_checkpoints, []
         return found
 
     def finish_saves(self, job: str) -> None:
         """Wait for the job's checkpoints, except those that wait for an evaluation later in this window."""
         while True:
             self._commit_checkpoints()
-            keys = [key for key in self._pending if key[0] == job and key not in self._awaited_evaluations]
+            keys = [
+                key
+                for key in self._pending_checkpoints
+                if key[0] == job and key not in self._awaited_evaluations
+            ]
             if not keys:
                 return
-            pending = self._pending[keys[0]]
+            pending = self._pending_checkpoints[keys[0]]
             if (writing := pending.pending_write) is not None:
                 wait([writing])
             elif len(pending.slices) < self.stages - 1:
@@ -392,19 +399,19 @@ class Driver:
 
     def _handle_slice(self, worker: int, answer: Slice | Unsaved) -> None:
         key = answer.job, answer.step
-        if key not in self._pending:
+        if key not in self._pending_checkpoints:
             self._early_slices.setdefault(key, {})[worker] = answer
         elif isinstance(answer, Unsaved):
             self._drop_checkpoint(key, answer.reason)
         else:
-            self._pending[key].slices[worker] = answer
+            self._pending_checkpoints[key].slices[worker] = answer
 
     def _commit_checkpoints(self) -> None:
         """Rename the folders of complete checkpoints to their final names, except those whose evaluation is
         still to come."""
-        for key, pending in list(self._pending.items()):
-            if key[0] in self._own.dead:
-                del self._pending[key]
+        for key, pending in list(self._pending_checkpoints.items()):
+            if key[0] in self._own.failed_jobs:
+                del self._pending_checkpoints[key]
             elif pending.pending_write is None:
                 self._advance_save(key, pending)
 
@@ -412,15 +419,15 @@ class Driver:
         if (trouble := find_disk_error(pending.final_rename or pending.own_slice)) is not None:
             self._drop_checkpoint(key, trouble)
         elif pending.final_rename is not None:
-            del self._pending[key]
+            del self._pending_checkpoints[key]
         elif len(pending.slices) == self.stages - 1 and key not in self._awaited_evaluations:
             slices = {0: pending.own_slice.result(), **pending.slices}
             done = partial(finish, pending.folder, pending.progress, pending.seed, slices, pending.keeps_best)
             pending.final_rename = self.writer.run(key[0], done)
 
     def _drop_checkpoint(self, key: tuple[str, int], reason: str) -> None:
-        del self._pending[key]
-        self._unsaved.append(Unsaved(*key, reason))
+        del self._pending_checkpoints[key]
+        self._unsaved_checkpoints.append(Unsaved(*key, reason))
 
 
 def open_pipeline(
@@ -434,8 +441,8 @@ def open_pipeline(
     deterministic: bool = False,
 ) -> Driver:
     """Load every worker's part of the base, wait for all workers, and return the driver. No worker uses more
-    than `max_bytes` of its GPU. If `deterministic`, the other workers use torch's deterministic kernels, as
-    the caller does."""
+    than `max_bytes` bytes of its GPU's memory. If `deterministic`, the other workers use torch's
+    deterministic kernels, as the caller does."""
     for worker in control.workers:
         part = layout.for_worker(worker // layout.shards % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))

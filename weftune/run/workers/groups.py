@@ -40,7 +40,7 @@ class WorkerPosition:
     local_workers: int = 1
     replicas: int = 1
     """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
-    ring: bool = False
+    is_ring: bool = False
     """Whether there are more stages than workers, so that the last worker also sends hidden states to the
     first."""
     shards: int = 1
@@ -187,8 +187,8 @@ class WorkerConnections:
     shard_group: Any = None
     """Process group of the shards that hold this worker's layers. None if layers are not divided."""
     announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
-    """Maps a connection to the process group that announces its tensors, if its operations occupy a
-    device."""
+    """Maps each connection whose operations occupy a device, as those of NCCL do, to the process group that
+    announces its tensors."""
     watch: WaitWatch | None = None
 
     def incoming_lanes(self, purpose: Purpose) -> tuple[PeerLane, ...]:
@@ -222,7 +222,7 @@ def _links_between_workers(position: WorkerPosition) -> Iterator[WorkerLink]:
     """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of actions,
     so all shards of the same layers have the same index."""
     stages, lists = position.stages, position.workers // position.shards
-    if position.ring:
+    if position.is_ring:
         yield WorkerLink("activation", lists - 1, 0)
         yield WorkerLink("gradient", 0, lists - 1)
     for first in range(0, lists, stages):
@@ -332,7 +332,7 @@ def bind_interface(position: WorkerPosition) -> None:
     """Set the environment variables to the interface that reaches the other workers. If all are on this
     machine, gloo listens on the loopback only; NCCL then needs no network."""
     alone = position.local_workers == position.workers
-    local = (name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses)))
+    local = (name for name, addresses in _interface_addresses().items() if any(map(_is_loopback, addresses)))
     found = next(local, None) if alone else find_interface(os.environ["MASTER_ADDR"])
     if found is not None:
         for name in INTERFACE_VARIABLES[:1] if alone else INTERFACE_VARIABLES:
@@ -347,7 +347,7 @@ def find_interface(host: str) -> str | None:
     other interfaces.
     """
     own = _find_own_address(host)
-    addresses_by_name = _addresses()
+    addresses_by_name = _interface_addresses()
     outward = [name for name, addresses in addresses_by_name.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
         # The machine's own name is its loopback address; others may know it by another address.
@@ -355,7 +355,7 @@ def find_interface(host: str) -> str | None:
     return next((name for name in outward if own in addresses_by_name[name]), None)
 
 
-def _addresses() -> dict[str, set[str]]:
+def _interface_addresses() -> dict[str, set[str]]:
     """Return a dict from each network interface of this machine to its addresses."""
     return {
         name: {address.address for address in addresses if address.family is socket.AF_INET}

@@ -39,7 +39,7 @@ class Heartbeat:
         # torchrun keeps its store when it starts all workers again.
         self._restart_count = restart_count()
         self._stop = threading.Event()
-        self._answered = time.monotonic()
+        self._last_answer_time = time.monotonic()
         """Time of the machine's clock, in seconds, at which the store last answered."""
         self._thread = threading.Thread(target=self._write_marks, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
@@ -48,7 +48,7 @@ class Heartbeat:
         """Write this worker's first heartbeat to the store, and start to check those of the other workers.
         Called before connecting, so that the loss of any connected worker is noticed."""
         self._store.set(self._key(self._position.worker), "0")
-        self._answered = time.monotonic()
+        self._last_answer_time = time.monotonic()
         self._thread.start()
         self._watch.start()
 
@@ -67,7 +67,7 @@ class Heartbeat:
     def _write_marks(self) -> None:
         others = [worker for worker in range(self._position.workers) if worker != self._position.worker]
         marks: dict[int, bytes] = {}
-        seen: dict[int, float] = {}
+        change_times: dict[int, float] = {}
         number = 0
         began = time.monotonic()
         while not self._stop.wait(BEAT_SECONDS):
@@ -79,18 +79,22 @@ class Heartbeat:
                     if self._store.check([self._key(worker)]):
                         mark = self._store.get(self._key(worker))
                         if mark != marks.get(worker) or mark == b"done":
-                            marks[worker], seen[worker] = mark, time.monotonic()
+                            marks[worker], change_times[worker] = mark, time.monotonic()
             except (DistStoreError, RuntimeError) as error:
                 self._report_loss(f"the store that all workers share is gone: {error}")
                 return
-            self._answered = time.monotonic()
-            late = [worker for worker, when in seen.items() if time.monotonic() - when > LOST_AFTER_SECONDS]
+            self._last_answer_time = time.monotonic()
+            late = [
+                worker
+                for worker, when in change_times.items()
+                if time.monotonic() - when > LOST_AFTER_SECONDS
+            ]
             if late:
                 self._report_loss(
                     f"worker {late[0]} has given no sign of life for {LOST_AFTER_SECONDS:.0f} seconds"
                 )
                 return
-            absent = [worker for worker in others if worker not in seen]
+            absent = [worker for worker in others if worker not in change_times]
             if absent and time.monotonic() - began > ABSENT_AFTER_SECONDS:
                 self._report_loss(
                     f"worker {absent[0]} has not appeared in {ABSENT_AFTER_SECONDS:.0f} seconds"
@@ -101,7 +105,7 @@ class Heartbeat:
         """Watch from a second thread whether the store still answers. On a cut network a call to the store
         would wait for minutes."""
         while not self._stop.wait(BEAT_SECONDS):
-            if time.monotonic() - self._answered > LOST_AFTER_SECONDS:
+            if time.monotonic() - self._last_answer_time > LOST_AFTER_SECONDS:
                 self._report_loss(
                     f"the store that all workers share has not answered for {LOST_AFTER_SECONDS:.0f} seconds"
                 )

@@ -58,9 +58,9 @@ class PeerLane:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise self.to_peer_lost(error) from error
+            raise self.make_peer_lost(error) from error
 
-    def to_peer_lost(self, error: BaseException) -> PeerLost:
+    def make_peer_lost(self, error: BaseException) -> PeerLost:
         return PeerLost(f"worker {self.peer} is gone: {error}")
 
 
@@ -72,7 +72,7 @@ class Inbox:
         self._dtype, self._device = dtype, device
         self._staged = device.type == "cuda"
         self._shapes: deque[tuple[int, ...]] = deque()
-        self._posted: deque[tuple[Tensor, Any]] = deque()
+        self._posted_receives: deque[tuple[Tensor, Any]] = deque()
         self._number = 0
 
     def expect(self, shapes: Iterable[tuple[int, ...]]) -> None:
@@ -83,7 +83,7 @@ class Inbox:
         """Return the next tensor, on this worker's device. `description` names the tensor in error messages
         about deadlocks between workers."""
         self._post_receive()
-        buffer, work = self._posted.popleft()
+        buffer, work = self._posted_receives.popleft()
         with self._lane.record_wait(description):
             work.wait()
         self._post_receive()
@@ -93,11 +93,11 @@ class Inbox:
         pass
 
     def _post_receive(self) -> None:
-        while self._shapes and len(self._posted) <= POSTED_AHEAD:
+        while self._shapes and len(self._posted_receives) <= POSTED_AHEAD:
             buffer = torch.empty(self._shapes[0], dtype=self._dtype, pin_memory=self._staged)
             self._shapes.popleft()
             work = dist.irecv(buffer, self._lane.peer, group=self._lane.group, tag=self._number)
-            self._posted.append((buffer, work))
+            self._posted_receives.append((buffer, work))
             self._number += 1
 
 
@@ -109,10 +109,11 @@ class DirectInbox:
         self._lane = lane
         self._dtype, self._device = dtype, device
         self._shapes: deque[tuple[int, ...]] = deque()
-        self._posted: deque[Tensor] = deque()
+        self._posted_receives: deque[Tensor] = deque()
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
-        self._started: queue.Queue[Any] = queue.Queue()
-        """Handles of the receives that have started, or a PeerLost."""
+        self._started_transfers: queue.Queue[Any] = queue.Queue()
+        """Handles of the receives that have started. A PeerLost takes the place of a handle if the peer is
+        gone."""
         self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
         self._thread.start()
 
@@ -127,10 +128,10 @@ class DirectInbox:
         with self._lane.record_wait(description):
             work = self._next_started()
             if isinstance(work, PeerLost):
-                self._started.put(work)
+                self._started_transfers.put(work)
                 raise work
             work.wait()
-        buffer = self._posted.popleft()
+        buffer = self._posted_receives.popleft()
         self._post_receive()
         return buffer
 
@@ -138,34 +139,34 @@ class DirectInbox:
         self._queue.put(None)
 
     def _post_receive(self) -> None:
-        while self._shapes and len(self._posted) <= POSTED_AHEAD:
+        while self._shapes and len(self._posted_receives) <= POSTED_AHEAD:
             # Not in the thread: a lack of memory is to be found where it can be handled.
             buffer = torch.empty(self._shapes[0], dtype=self._dtype, device=self._device)
             self._shapes.popleft()
-            self._posted.append(buffer)
+            self._posted_receives.append(buffer)
             self._queue.put((buffer, _record_event(buffer)))
 
     def _next_started(self) -> Any:
         if self._lane.watch is None:
-            return self._started.get()
+            return self._started_transfers.get()
         while True:
             try:
-                return self._started.get(timeout=POLL_SECONDS)
+                return self._started_transfers.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._lane.watch.check_for_circle()
+                self._lane.watch.check_for_cycle()
 
     def _serve(self) -> None:
         with _separate_stream(self._device):
             try:
                 while (posted := self._queue.get()) is not None:
-                    self._started.put(self._start(*posted))
+                    self._started_transfers.put(self._start(*posted))
             except Exception as error:
-                self._started.put(self._lane.to_peer_lost(error))
+                self._started_transfers.put(self._lane.make_peer_lost(error))
 
     def _start(self, buffer: Tensor, free_event: torch.cuda.Event | None) -> Any:
         """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event
         `free_event` is done. Return the handle of the receive."""
-        dist.recv(_announcement(), self._lane.peer, group=self._lane.announcement_group)
+        dist.recv(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
         if free_event is not None:
             free_event.wait()
         return dist.irecv(buffer, self._lane.peer, group=self._lane.group)
@@ -176,12 +177,13 @@ class Outbox:
     waits for its peer."""
 
     def __init__(self, lane: PeerLane, device: torch.device, delay: float = 0.0) -> None:
-        """`delay` is the number of seconds that are added to the time of every message, in tests."""
+        """Start the thread that sends. `delay` is the number of seconds that are added to the time of every
+        message, in tests."""
         self._lane = lane
         self._device = device
         self._delay = delay
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
-        self._started: deque[tuple[Tensor, Any]] = deque()
+        self._started_transfers: deque[tuple[Tensor, Any]] = deque()
         """Tensors whose transfer between devices has started and may not have ended, with the handle of each
         transfer."""
         self._error: BaseException | None = None
@@ -200,8 +202,8 @@ class Outbox:
         """Wait until the peer has received all tensors."""
         with self._lane.record_wait("the last of its messages to be received"):
             self._queue.join()
-            while self._started and self._error is None:
-                self._started.popleft()[1].wait()
+            while self._started_transfers and self._error is None:
+                self._started_transfers.popleft()[1].wait()
         self._raise_failure()
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ class Outbox:
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            raise self._lane.to_peer_lost(self._error) from self._error
+            raise self._lane.make_peer_lost(self._error) from self._error
 
     def _serve(self) -> None:
         is_direct, number = self._lane.announcement_group is not None, 0
@@ -227,20 +229,20 @@ class Outbox:
                     number += 1
                     self._queue.task_done()
 
-    def _send(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+    def _send(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
         """Send a tensor in host memory, and return when the peer has received it."""
-        if ready is not None:
-            ready.synchronize()
+        if ready_event is not None:
+            ready_event.synchronize()
         dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
 
-    def _start(self, tensor: Tensor, ready: torch.cuda.Event | None, number: int) -> None:
+    def _start(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
         """Announce a tensor on the device, and start its transfer as soon as the receiver is ready for it."""
-        dist.send(_announcement(), self._lane.peer, group=self._lane.announcement_group)
-        if ready is not None:
-            ready.wait()
-        while self._started and self._started[0][1].is_completed():
-            self._started.popleft()
-        self._started.append((tensor, dist.isend(tensor, self._lane.peer, group=self._lane.group)))
+        dist.send(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
+        if ready_event is not None:
+            ready_event.wait()
+        while self._started_transfers and self._started_transfers[0][1].is_completed():
+            self._started_transfers.popleft()
+        self._started_transfers.append((tensor, dist.isend(tensor, self._lane.peer, group=self._lane.group)))
 
 
 def create_inbox(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> Inbox | DirectInbox:
@@ -248,7 +250,7 @@ def create_inbox(lane: PeerLane, dtype: torch.dtype, device: torch.device) -> In
     return made(lane, dtype, device)
 
 
-def _announcement() -> Tensor:
+def _announcement_buffer() -> Tensor:
     return torch.zeros(1)
 
 

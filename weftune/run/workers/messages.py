@@ -41,7 +41,7 @@ class Begin:
     part: WorkerLayout
     delay: float = 0.0
     max_bytes: int | None = None
-    """Maximum bytes of its GPU that the worker may use. None means all."""
+    """Maximum size in bytes of the GPU memory that the worker may use. None means all of it."""
     deterministic: bool = False
     """Whether the worker runs torch's deterministic kernels."""
 
@@ -103,9 +103,9 @@ class Ended:
 
 
 Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
-"""A `Slice` says that a slice has been written, an `Unsaved` why it could not be written. A `WorkerReport`
-says that the worker has finished its list of a window. A `Snapshot` holds the weights of a job that was
-detached."""
+"""Any message of a worker to the first worker. A `Slice` says that a slice has been written, an `Unsaved` why
+it could not be written. A `WorkerReport` says that the worker has finished its list of a window. A `Snapshot`
+holds the weights of a job that was detached."""
 
 
 MessageError = PeerLost | ForgedMessage

@@ -34,7 +34,7 @@ class OrderError(AssertionError):
     always a bug in Weftune."""
 
 
-# -- circles of workers that wait for one another ---------------------------------------------------------
+# -- cycles of workers that wait for one another ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Wait:
     """Workers for which this worker waits; at least one of them is late."""
     operation: str
     operation_key: str = ""
-    """Name of the communicator and index of the operation in it. Empty if the wait is not for an operation of
-    an `OrderedGroup`."""
+    """Name of the communicator and index of the operation in it. Empty if the worker does not wait for an
+    operation of an `OrderedGroup`."""
 
     def is_at_operation_of(self, other_wait: Wait) -> bool:
         """Return whether both workers wait at the same operation, and therefore not for each other."""
@@ -62,15 +62,15 @@ class WaitWatch:
     def __init__(self, store: Any, worker: int) -> None:
         self._store, self._worker = store, worker
         self._numbers = count()
-        self._circle: tuple[tuple[int, Wait], ...] = ()
+        self._cycle: tuple[tuple[int, Wait], ...] = ()
         """Workers of the last cycle that was found, each with its wait."""
-        self._seen = 0
+        self._repeat_count = 0
         """Number of consecutive checks in which the last cycle was found again."""
 
     @contextmanager
     def record_wait(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
         """Return a context in which this worker counts as waiting for `peers`. After an OrderError it still
-        does, so that the other workers of the deadlock find it, too."""
+        counts as waiting, so that the other workers of the deadlock find the deadlock, too."""
         wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
         self._store.set(_key(self._worker), json.dumps(asdict(wait)))
         try:
@@ -82,17 +82,17 @@ class WaitWatch:
             raise
         self._store.set(_key(self._worker), "")
 
-    def check_for_circle(self) -> None:
+    def check_for_cycle(self) -> None:
         """Raise OrderError if this worker is in a deadlock, which several consecutive checks must have found.
         Called repeatedly while the worker waits."""
-        circle = self._find_circle()
-        self._seen = self._seen + 1 if circle and circle == self._circle else 0
-        self._circle = circle
-        if self._seen >= STABLE_POLLS:
-            told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in circle)
+        cycle = self._find_cycle()
+        self._repeat_count = self._repeat_count + 1 if cycle and cycle == self._cycle else 0
+        self._cycle = cycle
+        if self._repeat_count >= STABLE_POLLS:
+            told = ", ".join(f"worker {worker} waits for {wait.operation}" for worker, wait in cycle)
             raise OrderError(f"workers wait for one another, as they would with NCCL: {told}")
 
-    def _find_circle(self) -> tuple[tuple[int, Wait], ...]:
+    def _find_cycle(self) -> tuple[tuple[int, Wait], ...]:
         """Return the workers of a cycle that wait for one another and include this worker, each with its
         wait. Empty if there is none."""
         own = self._read(self._worker)
@@ -173,22 +173,22 @@ class OrderedWork:
     peers: tuple[int, ...]
     watch: WaitWatch
     error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done_event: threading.Event = field(default_factory=threading.Event)
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.done_event.is_set()
 
     def wait(self, timeout: object = None) -> bool:
         if threading.current_thread() is not threading.main_thread():
-            # Of a worker with several threads, only the main thread can be part of a circle.
-            self.done.wait()
-        elif not self.done.wait(POLL_SECONDS):
+            # Of a worker with several threads, only the main thread can be part of a cycle.
+            self.done_event.wait()
+        elif not self.done_event.wait(POLL_SECONDS):
             others = " and ".join(map(str, self.peers))
             with self.watch.record_wait(
                 self.peers, f"{self.operation} with worker {others}", self.operation_key
             ):
-                while not self.done.wait(POLL_SECONDS):
-                    self.watch.check_for_circle()
+                while not self.done_event.wait(POLL_SECONDS):
+                    self.watch.check_for_cycle()
         if self.error is not None:
             raise self.error
         return True
@@ -242,17 +242,17 @@ class OrderedGroup(dist.ProcessGroup):
         return work
 
     def _serve(self) -> None:
-        failed: Exception | None = None
+        first_error: Exception | None = None
         while True:
             work = self._queue.get()
             try:
-                if failed is None:
+                if first_error is None:
                     self._await_match(work.operation)
                     work.run().wait()
             except Exception as error:
-                failed = error
-            work.error = failed
-            work.done.set()
+                first_error = error
+            work.error = first_error
+            work.done_event.set()
 
     def _await_match(self, operation: Operation) -> None:
         """Wait until every member has reached its operation; raise OrderError unless all match."""

@@ -50,10 +50,10 @@ class _Measurements:
     samples: deque[MeasuredPass] = field(default_factory=_new_measurements)
     chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
 
-    def add(self, plan: MicrobatchPlan, measured: MeasuredPass) -> None:
-        (self.samples if plan.chunk is None else self.chunks).append(measured)
+    def add(self, plan: MicrobatchPlan, measurement: MeasuredPass) -> None:
+        (self.samples if plan.chunk is None else self.chunks).append(measurement)
 
-    def merged(self) -> list[MeasuredPass]:
+    def all_passes(self) -> list[MeasuredPass]:
         return [*self.samples, *self.chunks]
 
 
@@ -66,29 +66,29 @@ class _Stage:
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forwards, backwards = self.forwards.merged(), self.backwards.merged()
+        forwards, backwards = self.forwards.all_passes(), self.backwards.all_passes()
         forward, backward = fit_line(forwards), fit_line(backwards)
         kinds = ((forwards, forward), (backwards, backward))
         passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
         spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
         return StagePace(forward, backward, steps, spread)
 
-    def guessed_pace(self) -> StagePace:
+    def guess_pace(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
 
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers` is the number of layers of each stage. Times are guessed from it until they are
-        measured."""
+        """Create the speeds of stages that have not been measured. `layers` is the number of layers of each
+        stage, from which times are guessed until they are measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
         """Predicted times of Loads (copies of stages to the device), which are not measured. None unless
         stages are streamed."""
 
     @property
-    def measured(self) -> bool:
-        return all(stage.forwards.merged() and stage.backwards.merged() for stage in self._stages)
+    def has_measurements(self) -> bool:
+        return all(stage.forwards.all_passes() and stage.backwards.all_passes() for stage in self._stages)
 
     def add_measurements(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """Add the measurements in the reports of all workers. The time of an optimizer step counts for all
@@ -128,15 +128,17 @@ class Paces:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
-        return tuple(stage.pace() for stage in self._stages) if self.measured else self.guessed_stages()
+        return (
+            tuple(stage.pace() for stage in self._stages) if self.has_measurements else self.guessed_stages()
+        )
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
         """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
-        return tuple(stage.guessed_pace() for stage in self._stages)
+        return tuple(stage.guess_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
         """Return the simulated time of a window in seconds, or None while nothing has been measured."""
-        return mean(one.makespan for one in self.varied_timelines(program)) if self.measured else None
+        return mean(one.makespan for one in self.varied_timelines(program)) if self.has_measurements else None
 
     def timeline(self, program: Program) -> Timeline:
         """Return the simulated timeline of a window in which every pass takes its predicted time."""

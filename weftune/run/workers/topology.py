@@ -13,26 +13,27 @@ from weftune.plan.layout.mapping import Topology, least_contention_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""Assumed number of stages per GPU for the comparison of orders. The real number is not known yet when
-workers choose their GPUs."""
+"""Assumed number of stages per GPU when possible orders of the GPUs are compared. The real number is not
+known yet when workers choose their GPUs."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:
     """Return, for each of `count` workers of this machine, the index of its GPU."""
     addresses = [_pci_address(number) for number in range(count)]
-    return order_by_root([None if address is None else find_root_complex(address) for address in addresses])
+    return order_gpus([None if address is None else find_root_complex(address) for address in addresses])
 
 
-def order_by_root(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """Return the indices of the GPUs in the order of workers, given the root complex of each GPU. The order
-    is unchanged if a root complex is unknown."""
-    known = [root for root in roots if root is not None]
+def order_gpus(root_complexes: Sequence[str | None]) -> tuple[int, ...]:
+    """Return the indices of the GPUs in the order in which workers use them, which keeps GPUs of one root
+    complex apart. `root_complexes` contains the root complex of each GPU. If one is unknown, the order is 0,
+    1, 2, ..."""
+    known = [root for root in root_complexes if root is not None]
     names = list(dict.fromkeys(known))
-    if len(known) < len(roots) or len(names) < 2:
-        return tuple(range(len(roots)))
-    grouped = [number for name in names for number, root in enumerate(roots) if root == name]
+    if len(known) < len(root_complexes) or len(names) < 2:
+        return tuple(range(len(root_complexes)))
+    grouped = [number for name in names for number, root in enumerate(root_complexes) if root == name]
     topology = Topology(tuple(known.count(name) for name in names))
-    return tuple(grouped[place] for place in least_contention_order(topology, STAGES * len(roots)))
+    return tuple(grouped[place] for place in least_contention_order(topology, STAGES * len(root_complexes)))
 
 
 def find_root_complex(address: str, devices: Path = PCI) -> str | None:

@@ -1,4 +1,4 @@
-"""A trace of every worker's actions, for Chrome's trace viewer and Perfetto."""
+"""A trace of every worker's actions over a run, in the format of Chrome's trace viewer and Perfetto."""
 
 from __future__ import annotations
 

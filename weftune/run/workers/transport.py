@@ -51,8 +51,8 @@ class Transport:
         device: torch.device,
         delay: float = 0.0,
     ) -> None:
-        """`width` is the hidden width. `delay` is the number of seconds that are added to the time of every
-        message, to emulate a slow link in tests and benchmarks."""
+        """Open the connections. `width` is the hidden width. `delay` is the number of seconds that are added
+        to the time of every message, to emulate a slow link in tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
@@ -76,7 +76,7 @@ class Transport:
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a worker's list of actions ahead. `sizes` maps each job to the number of
+        """Post in advance the receives of a worker's list of actions. `sizes` maps each job to the number of
         parameters of its slice."""
         actions = program.devices[worker]
         self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
@@ -162,8 +162,8 @@ class _Replica:
         """Index of the worker's list of actions, and the payload of those Reduce actions that send
         messages."""
         self.inbox = create_inbox(lane, dtype, device)
-        self._expected: deque[StepKey] = deque()
-        self._received: dict[StepKey, Tensor] = {}
+        self._expected_keys: deque[StepKey] = deque()
+        self._received_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
         expected = [
@@ -171,23 +171,23 @@ class _Replica:
             for one in program.devices[self.worker]
             if isinstance(one, Reduce) and one.payload == self._payload
         ]
-        self._expected.extend((one.job, one.step) for one in expected)
+        self._expected_keys.extend((one.job, one.step) for one in expected)
         self.inbox.expect((size(one.job),) for one in expected)
 
     def has_message(self, key: StepKey) -> bool:
-        return key in self._received or key in self._expected
+        return key in self._received_messages or key in self._expected_keys
 
     def receive(self, key: StepKey) -> Tensor:
         """Return the message of a job's batch. Messages of other jobs that arrive earlier are kept."""
-        while key not in self._received:
-            self._received[self._expected.popleft()] = self.inbox.receive(
+        while key not in self._received_messages:
+            self._received_messages[self._expected_keys.popleft()] = self.inbox.receive(
                 f"the {self._payload} of a batch from list {self.worker}"
             )
-        return self._received.pop(key)
+        return self._received_messages.pop(key)
 
 
 class Exchange:
-    """Exchanges gradients, or scores, with the workers that hold the same stage in other replicas.
+    """The exchange of gradients, or of scores, with the workers that hold the same stage in other replicas.
 
     Every replica adds in the same order, so that all replicas get the same bits, and so do two runs. Sending
     never blocks: gradients are transferred while the workers continue to compute.
@@ -208,16 +208,17 @@ class Exchange:
         ]
         self.outboxes = [Outbox(lane, device, delay) for lane in connections.outgoing_lanes(purpose)]
         self.inboxes = [other.inbox for other in self._others]
-        self._own: dict[StepKey, Tensor] = {}
+        self._own_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
-        """Post the receives of a Program ahead. `size` returns the number of values in a message of a job."""
+        """Post in advance the receives of a Program. `size` returns the number of values in a message of a
+        job."""
         for other in self._others:
             other.expect(program, size)
 
     def send_to_replicas(self, key: StepKey, message_N: Tensor) -> None:
         """Send a message to all other replicas; `message_N` must not be changed afterwards."""
-        self._own[key] = message_N
+        self._own_messages[key] = message_N
         for outbox in self.outboxes:
             outbox.send(message_N)
 
@@ -225,8 +226,8 @@ class Exchange:
         """Return the sum of the messages of all replicas, in their order; at the indices `maxima`, return the
         maximum. Waits until all messages have arrived."""
         parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
-        if key in self._own:
-            parts_N[worker] = self._own.pop(key)
+        if key in self._own_messages:
+            parts_N[worker] = self._own_messages.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))
         total_N = first.clone()
         for part_N in others:

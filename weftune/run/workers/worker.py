@@ -93,13 +93,13 @@ def load_part(
     return load_stage(spec, device, part.stage_range(part.worker))
 
 
-def loaded_base(loaded: Base | StreamedBase) -> Base:
+def loaded_base(loaded_part: Base | StreamedBase) -> Base:
     """Return the base model of a worker's part, which is either resident or streamed."""
-    return loaded.whole if isinstance(loaded, StreamedBase) else loaded
+    return loaded_part.whole if isinstance(loaded_part, StreamedBase) else loaded_part
 
 
 def worker_executor(
-    loaded: Base | StreamedBase,
+    loaded_part: Base | StreamedBase,
     part: WorkerLayout,
     transport: Transport,
     worker: int,
@@ -111,11 +111,11 @@ def worker_executor(
     def make_agreement(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
         return Agreed(adapters, timer, transport, worker, shards)
 
-    if isinstance(loaded, StreamedBase):
-        executor = streamed_executor(loaded, worker=worker, make_agreement=make_agreement, team=team)
+    if isinstance(loaded_part, StreamedBase):
+        executor = streamed_executor(loaded_part, worker=worker, make_agreement=make_agreement, team=team)
     else:
         executor = resident_executor(
-            loaded,
+            loaded_part,
             part=part,
             worker=worker,
             make_agreement=make_agreement,
@@ -229,7 +229,7 @@ class Worker:
 
     def _save(self, job: str) -> None:
         """Take a snapshot of the job, and write it as this worker's file (slice) of the checkpoint. The first
-        worker is told when the slice is written, or why that is not possible."""
+        worker is notified when the slice is written, or why that is not possible."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
