@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_COUNT = 10**12
-"""Maximum number of steps or tokens in a spec: larger than any real number of them, but still exact as a
-float."""
+"""Maximum number of steps or tokens in a spec. It is larger than any real number of steps or tokens, but
+still exact as a float."""
 MAX_SHOWN = 40
 
 

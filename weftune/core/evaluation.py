@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "exact_match": "higher"}
-"""Maps each metric to whether lower or higher values are better. For the user's own metric, higher values are
-better."""
+"""Maps each metric to the string that says whether lower or higher values are better. For the user's own
+metric, higher values are better."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
 """Metrics of preference pairs, computed with the base alone as reference policy. Higher values are better."""

@@ -194,8 +194,8 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 
 
 def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples at these indices, in order. The two samples of a pair are marked to run in the same
-    microbatch."""
+    """Return the samples at these indices, in order. The two samples of a pair get one group number, so that
+    they run in the same microbatch."""
     return group_samples(_locate_samples([samples], indices), samples.group_size)
 
 
@@ -222,12 +222,13 @@ def save_interval(spec: JobSpec, steps: int) -> int:
 
 
 def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
-    """Return the steps after which a checkpoint is begun: after every half interval.
+    """Return the steps after which a checkpoint is begun: two in each interval at which the job saves.
 
     A checkpoint is written while training continues and is complete when the next one is due, so that at most
     one interval is lost. No checkpoint follows the last step, when the adapter itself is written. A
     checkpoint at step 0 is needed only if the job starts from another adapter, which may be deleted before
-    the job resumes."""
+    the job resumes.
+    """
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
     halves = range(interval // 2, steps, interval)

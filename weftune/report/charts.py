@@ -54,7 +54,7 @@ _MEASURED, _PREDICTED = LineStyle("#3b7ddd"), LineStyle("#8a94a6", "dash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of the report: a figure with its title and the text below it."""
+    """A chart of the report: a figure with its title and the sentences below it."""
 
     name: str
     title: str

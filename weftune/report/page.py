@@ -77,13 +77,13 @@ _NUMBERS = (
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
 """Minimum time saved by training jobs together that is reported, as a fraction of the run's time. Smaller
-fractions are within the error of the time model."""
+savings are within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A cell of the table of jobs with the value of a key: a short text, and the complete text that is shown
-    on hover."""
+    """A cell of the table of jobs with the value of a key: a short string, and the complete string that is
+    shown on hover."""
 
     key: str
     text: str
@@ -92,14 +92,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A measured number of a job in the report: its text, its value for sorting, and the details below the
-    text."""
+    """A measured number of a job in the report: the formatted number, its value for sorting, and the details
+    below it."""
 
     text: str = ""
     value: float | None = None
     detail: str = ""
     colour_class: str = ""
-    """CSS class that colours the text: `good` or `worse`."""
+    """CSS class that colours the formatted number: `good` or `worse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +270,8 @@ def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _run_facts(run: Run) -> list[str]:
-    """Return facts about the run as strings: model, quantisation, dtype, device and start time, as far as
-    they are known."""
+    """Return short strings about the run: model, quantisation, dtype, device and start time, as far as they
+    are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
     name = bases[0].published_name if bases else run.base

@@ -69,8 +69,8 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 UNITS = 1000
 """Width and height of a plot in the coordinates of its SVG."""
 LOG_RATIO = 10
-"""An axis is logarithmic if the ratio of the largest value to the median exceeds this number. On a linear
-axis, half of the values would be in the lowest tenth of the height."""
+"""Ratio of an axis's largest value to the median above which the axis is logarithmic. On a linear axis, half
+of the values would then be in the lowest tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
@@ -124,7 +124,7 @@ class Series:
     """Name of the group to which the series belongs. The series of a group are shown and hidden together by a
     button of the legend."""
     tooltips: Sequence[str] = ()
-    """Text that is shown on hover at each point, instead of its numbers."""
+    """Strings that are shown on hover at each point, instead of its numbers."""
     ignores_pointer: bool = False
     """Whether the values of the series are not shown on hover."""
 

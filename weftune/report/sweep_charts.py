@@ -41,7 +41,7 @@ _MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Axes are linear if the ratio of the largest to the smallest value is below this number."""
+"""Ratio of the largest to the smallest value below which axes are linear."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6

@@ -1,8 +1,8 @@
 """Self-contained HTML pages, rendered from templates.
 
-User-given text reaches a page in two ways only: escaped by markupsafe (in the template and in charts), and as
-JSON in data blocks that no browser executes. The content security policy allows the page's own script by its
-hash.
+Strings from users reach a page in two ways only: escaped by markupsafe (in the template and in charts), and
+as JSON in data blocks that no browser executes. The content security policy allows the page's own script by
+its hash.
 """
 
 from __future__ import annotations

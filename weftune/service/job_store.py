@@ -66,7 +66,7 @@ MEASURED = {
 
 
 class JobNotes:
-    """Facts about a job that are not part of its row in the database."""
+    """Data about a job that are not part of its row in the database."""
 
     def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission
@@ -104,7 +104,7 @@ class ServiceJobStore:
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to facts about it that its row in the database does not hold."""
+        """Maps each job that has not ended to data about it that its row in the database does not contain."""
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
@@ -121,7 +121,7 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns facts to record with every window: the device's name, its memory by purpose,
+        """Function that returns values to record with every window: the device's name, its memory by purpose,
         and the queue."""
         self.announce: Callable[[JobRow], object] = lambda row: None
         """Function that is called with each job that has succeeded, after its adapter has been written."""

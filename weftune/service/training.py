@@ -293,8 +293,8 @@ class TrainingService:
         self.store.advance_job(row.id, step, row.status.steps, tokens)
 
     def _has_crashed_too_often(self, row: JobRow) -> bool:
-        """Return whether the process has died `MAX_CRASHES` times while this job was at the same step; the
-        job is then failed. After fewer crashes, suspected jobs are trained one at a time."""
+        """Return whether the process has died `MAX_CRASHES` times while this job was at the same step, and
+        mark the job as failed if so. After fewer crashes, suspected jobs are trained one at a time."""
         reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
         if row.state is State.RUNNING:
             reasons.append(f"{CRASHED} at step {row.status.step}")

@@ -354,8 +354,8 @@ def _source_adapter(
 
 
 def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
-    """Warn if a LoRA job's scale differs from the scale of the adapter that it starts from. PEFT's files
-    contain A and B only, so the new job multiplies their product by its own scale."""
+    """Yield a warning if a LoRA job's scale differs from the scale of the adapter that it starts from. PEFT's
+    files contain A and B only, so the new job multiplies their product by its own scale."""
     for site in sites:
         scale, was = adapter.scale_at(site.name), source_adapter.scale_at(site.name)
         if not math.isclose(scale, was):

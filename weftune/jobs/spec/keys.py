@@ -177,7 +177,7 @@ sweep."""
 
 def shared_value_reason(location: Sequence[str | int]) -> str | None:
     """Return the reason why all trials of a sweep must have the same value at `location`, or None if the
-    values may differ. Numbers of the objective, such as `objective.beta`, may differ."""
+    values may differ. Numbers in the section `objective`, such as `objective.beta`, may differ."""
     if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
     return SAME_FOR_ALL.get(str(location[0]))

@@ -46,8 +46,8 @@ EXPECTED: Mapping[Loc, str] = {
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
     ("base", "rope_scaling"): "a mapping such as {rope_type: yarn, factor: 4}",
 }
-"""Maps the locations of some values to descriptions of what is allowed there, for error messages. They are
-those whose types give unclear messages."""
+"""Maps the locations of some values to descriptions of what is allowed there, for error messages. Only values
+whose types give unclear messages are listed."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",

@@ -179,7 +179,7 @@ ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 
 def changed_keys(old_values: Mapping[str, Any], new_values: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys in which the values of two jobs differ. A list is compared as a whole."""
+    """Return the dotted keys in which the values of two jobs differ. Lists are not compared item by item."""
     return sorted(_changed_keys(_add_missing_keys(old_values), _add_missing_keys(new_values), ()))
 
 

@@ -249,7 +249,7 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _was_evaluated(self, trial: str, step: int) -> bool:
-        """Return whether a trial had neither failed nor left at this step."""
+        """Return whether a trial was evaluated at this step, since it had neither failed nor left."""
         ended = self.ended.get(trial)
         return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
@@ -257,8 +257,8 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Return whether a trial takes part in a rung: all trials in the first one, and in every later one
-        those that continued."""
+        """Return whether a trial takes part in a rung. All trials take part in the first rung, and in a later
+        one those that continued after the rung before."""
         return rung == 0 or trial in self._decided_rungs(self._generation_by_trial[trial])[rung - 1].kept
 
 
@@ -325,7 +325,7 @@ def trial_count(spec: SweepSpec) -> int:
 
 
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
-    """Return the number of trials that begin each rung; every generation of `tpe` is halved separately."""
+    """Return the number of trials that begin each rung. Every generation of `tpe` is halved separately."""
     count = trial_count(spec)
     groups = generations(count) if spec.search == "tpe" else [count]
     return tuple(map(sum, zip(*(_trials_at_rungs(group, spec.halving) for group in groups), strict=True)))
@@ -339,8 +339,8 @@ def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
 
 
 def expected_saving(spec: SweepSpec, trial_work: Sequence[TrialWork]) -> Saving:
-    """Return the expected saving of work by halving. Trials that leave are assumed to need the mean work;
-    `trial_work` may cover only some of the trials."""
+    """Return the expected saving of work by successive halving. Trials that leave are assumed to need the
+    mean work; `trial_work` may cover only some of the trials."""
     counts = rung_counts(spec)
     scale = counts[0] / len(trial_work)
     parts = []

@@ -342,8 +342,8 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_keys(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial with their source locations. Values that a sweep's `over` sets have their
-    location in `over`."""
+    """Return the keys of a trial with their source locations. The location of a value that the sweep's `over`
+    sets is in `over`."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -431,8 +431,8 @@ def sweep_warnings(
 
 
 def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
-    """Warn if trials are compared by their losses although a key of the sweep's `over` changes what the loss
-    measures."""
+    """Yield a warning if trials are compared by their losses although a key of the sweep's `over` changes
+    what the loss measures."""
     key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
     first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
     if key is None or first is None or sweep.spec.metric != "eval_loss":
@@ -447,8 +447,8 @@ def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Warn if the first rung is within the warm-up of the learning rate, where learning rates hardly make a
-    difference yet."""
+    """Yield a warning if the first rung is within the warm-up of the learning rate, where learning rates
+    hardly make a difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

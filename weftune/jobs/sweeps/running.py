@@ -120,8 +120,8 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """Weights with which trials are evaluated at rungs. None without halving, or if the sweep was begun
-        by an old version, which evaluated the last weights; this run then does so, too."""
+        """Weights with which trials are evaluated at rungs. None without successive halving, and for a sweep
+        that was begun by an old version and is therefore evaluated with the last weights."""
         self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the state of the sweep whenever that is written."""

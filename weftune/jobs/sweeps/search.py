@@ -49,8 +49,8 @@ def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
 
 
 def combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials that a sweep can have, or infinity if a range contains
-    fractions."""
+    """Return the number of distinct trials that a sweep can have, or infinity if it draws fractions from a
+    range."""
     return math.prod(_count_choices(choices) for choices in over.values())
 
 
@@ -116,8 +116,8 @@ def is_integer_range(choices: ValueRange) -> bool:
 
 
 def round_value(choices: ValueRange, value: float, digits: int = 3) -> float:
-    """Round a value of a range to `digits` digits, relative to the width of the range. On a logarithmic
-    range, they are relative to the value itself if that is smaller."""
+    """Round a value of a range to `digits` digits. Digits are counted relative to the width of the range or,
+    on a logarithmic range, to the value itself if that is smaller."""
     first = _power_of_ten(choices.max - choices.min)
     if choices.log:
         first = min(first, _power_of_ten(value))
@@ -131,8 +131,8 @@ def _power_of_ten(value: float) -> int:
 
 
 def generations(trials: int) -> Iterator[int]:
-    """Yield the number of trials in each of TPE's generations: a quarter of all trials each, where the last
-    one also has the remainder."""
+    """Yield the number of trials in each of TPE's generations: a quarter of all trials, and in the last
+    generation also the remainder."""
     size = -(-trials // GENERATIONS)
     for start in range(0, trials, size):
         yield min(size, trials - start)

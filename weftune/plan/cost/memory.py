@@ -208,7 +208,7 @@ class MemoryModel:
 
     @property
     def sum_ratio(self) -> float:
-        """Bytes of an accumulated gradient divided by the bytes of an activation, per value."""
+        """Bytes per value of an accumulated gradient, divided by the bytes per value of an activation."""
         return self.master_bytes / self.shape.bytes_per_value
 
     def logit_bytes(self, supervised: float) -> int:
@@ -328,8 +328,8 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers for which activation bytes per token are counted, on the worker with the most
-        layers."""
+        """Number of layers on the worker that holds the most layers, for which the activation bytes of a
+        token are counted."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )
@@ -417,8 +417,8 @@ class MemoryModel:
         return next(fitting, self.spare_microbatches)
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """Return the smallest number of device bytes with which the jobs can run: every microbatch has one
-        sample, and as much as possible is recomputed."""
+        """Return the smallest number of device bytes with which the jobs can run, if every microbatch has one
+        sample and as much as possible is recomputed."""
         return (
             self.peak_bytes(jobs, max_sample_tokens(jobs), self._least_memory_recompute(jobs))
             + self.fit.error

@@ -123,7 +123,7 @@ NO_TIME = Rate()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Measured times of one microbatch: its forward and, in training, its backward."""
+    """Measured seconds of the forward and, in training, the backward of one microbatch."""
 
     work: PassWork
     forward: float

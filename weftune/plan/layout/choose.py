@@ -368,8 +368,8 @@ def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
 
 
 def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machine:
-    """Return the machine with the numbers of workers of the best candidate. Without candidates, since no
-    division fits in memory, all GPUs stream the base together."""
+    """Return the machine with the numbers of workers of the best candidate. If there is no candidate, since
+    no division fits in memory, all GPUs stream the base together."""
     if candidates:
         division = candidates[0].division
         several = division.devices > 1
@@ -526,9 +526,9 @@ def _faster_step_reason(
 
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
-    """Return the layout for streaming the base to one device. Return None if streaming is disabled or not
-    needed. A GPU does not need it if every job can train alone without it, an emulated device if the jobs
-    that run together can."""
+    """Return the layout for streaming the base to one device, or None if streaming is disabled or not needed.
+    On a GPU, it is needed only if some job cannot train alone without it; on an emulated device, only if the
+    jobs that run together cannot."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -557,8 +557,8 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _streamed_choice(
     shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice
 ) -> LayoutChoice:
-    """Return the layout choice for a base that is streamed to one or several workers, without times from a
-    profile."""
+    """Return the layout choice for a base that is streamed to one or several workers. The fields that follow
+    from a profile of the device are not set."""
     fit, beside = _memory_fit(shape, machine), 0
     if not machine.on_gpu:
         # An emulated device is part of the host and is measured with the process and what lies in its memory.

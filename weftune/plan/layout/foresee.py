@@ -31,11 +31,11 @@ from weftune.plan.window.pace import LoadPace, simulate_timeline
 
 REPEATED_SUMS = 0.5
 """Fraction of the all-reduces over shards in a layer's forward that are repeated when the layer is
-recomputed. Only the first of the two is: the second one yields the layer's output, which the backward needs
-only if a norm follows."""
+recomputed. A layer has two, and only the first is repeated: the second yields the layer's output, which the
+backward needs only if a norm follows."""
 ATTENTION = "self_attn"
-"""Part of the module paths of all linears that belong to attention, in the families of models whose layers
-can run in halves."""
+"""Substring of the module paths of all linears in attention, in the families of models whose layers can run
+in halves."""
 LAUNCH_SECONDS = 5e-4
 """Assumed seconds that the host takes to launch the kernels of half a layer. It is the minimum time of half a
 layer if microbatches overlap, since their passes are not captured as CUDA graphs."""
@@ -76,8 +76,8 @@ class StageTimes:
     """Whether shards exchange the largest value of each row, so that all round the row to 8-bit floats with
     the same scale."""
     attention_fraction: float = 0.0
-    """Fraction of a layer's weights that belongs to attention. It divides a layer's time into its halves, and
-    is set only if layers are divided into shards."""
+    """Fraction of a layer's weights that belongs to attention, by which a layer's time is divided into its
+    two halves. Set only if layers are divided into shards."""
 
     def divide_among_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
@@ -172,8 +172,8 @@ class StageTimes:
     def _training_price(
         self, layer_range: LayerRange, work: PassWork, recomputed_fraction: float
     ) -> PassPrice:
-        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_fraction`
-        is the part of the forward that the backward repeats, as a fraction."""
+        """Return the cost of the forward and the backward of a microbatch on a stage. The backward recomputes
+        `recomputed_fraction` of the forward."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_fraction * forward

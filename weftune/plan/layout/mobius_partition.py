@@ -265,18 +265,19 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage with lower bounds on its times in seconds, in a prefix (the first stages of a partition). They
-    are lower bounds because later stages only reduce the free memory."""
+    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds. Later
+    stages take up memory and can therefore only increase these times."""
 
     stage: StageCost
     is_resident: bool
     first_start: float
     last_start: float
-    """Start times, in seconds, of the forwards of the first and of the last microbatch on a stage."""
+    """Start time, in seconds, of the forward of the last microbatch on the stage. `first_start` is that of
+    the first microbatch."""
     first_tail: float
     last_tail: float
-    """Seconds from the start of the last microbatch's backward on a stage to the end of the step.
-    `first_tail` is the time from the first microbatch's backward."""
+    """Seconds from the start of the last microbatch's backward on the stage to the end of the step.
+    `first_tail` is counted from the start of the first microbatch's backward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,8 @@ class StreamCase:
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """Problems with each job alone that is admitted later. The stages that are found must fit in memory for
-    each of them, too."""
+    """Streaming problems of the jobs that are admitted later, each with one job alone. The stages that are
+    found must fit in memory for all of them."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (

@@ -131,8 +131,8 @@ def round_seconds(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds per round over several workers in steady state. The arguments are those of
-    `round_ends`."""
+    """Return the seconds per round of streamed stages over several workers, in steady state. For the
+    arguments, see `round_ends`."""
     first, second = round_ends(stages, layout, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 

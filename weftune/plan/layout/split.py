@@ -26,7 +26,7 @@ class JobWork:
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Sample of the job's global batches, from which the time of all of them is predicted."""
+    """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
     """Number of remaining evaluations."""
     held_out: tuple[PlacedSample, ...] = ()

@@ -2,10 +2,10 @@
 time of the plan.
 
 Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. Most
-mechanisms are compared in the first window (a few global batches of every job), ended with whole batches.
-Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds that a run
-would measure if its passes took the predicted times. The first window alone would not show them: it is
-planned with guessed speeds and does not hand over.
+mechanisms are compared in the first window (a few global batches of every job), which then leaves no batch
+unfinished. Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds
+that a run would measure if its passes took the predicted times. The first window alone would not show them:
+it is planned with guessed speeds and does not hand over.
 """
 
 from __future__ import annotations

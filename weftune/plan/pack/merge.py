@@ -91,7 +91,7 @@ def verify_microbatches(
     previous_microbatches: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
-    exceeds the capacity, and the batches of a job are far enough apart (the bubble lemma)."""
+    exceeds the capacity, and the batches of a job are far enough apart (see `earliest_microbatch`)."""
     planned = Counter(one for samples in rounds for one in samples)
     if Counter(one for microbatch in microbatches for one in microbatch) != planned:
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")

@@ -569,8 +569,8 @@ class _TransportCheck:
         return self.reached != before
 
     def describe_circle(self, device: int) -> str:
-        """Return a sentence about a deadlock: at which action `device` waits for which other device, what
-        that device waits for, and so forth, until a device occurs twice or has no more actions."""
+        """Return a sentence that describes a deadlock: the devices that wait for one another, beginning with
+        `device`, each with the action at which it waits."""
         told, seen = f"device {device} waits forever", {device}
         while True:
             peer = self._awaited_device(device)

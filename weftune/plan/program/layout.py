@@ -27,9 +27,10 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Rows on the device at the peak if inputs of stages are offloaded, as a number of rounds (one global batch
-of every job) plus a number of microbatches. The peak is in a backward: the device then holds gradients and
-stage inputs, each for a round and one more microbatch, which arrives before another one leaves."""
+"""Number of rounds (one global batch of every job) and of additional microbatches whose rows are on the
+device at the peak, if inputs of stages are offloaded. The peak is in a backward: the device then holds
+gradients and stage inputs, each of a round and of one more microbatch, which arrives before another one
+leaves."""
 BUFFERED = 2
 """Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16

@@ -286,9 +286,10 @@ SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Reduction of gradients or scores over several devices that train a job together.
+    """Reduction of gradients or scores over several devices that train a job together. Its payload says what
+    is reduced.
 
-    The first two are for the Step after the last Backward of a batch.
+    The payloads `gradient` and `norm` are for the Step after the last Backward of a batch.
 
     `gradient`, only with replicas: the batch's local sums (gradient, losses, correct predictions) are sent to
     the devices that hold the same stage in other replicas, without waiting. A replica without samples of a
@@ -298,8 +299,8 @@ class Reduce:
     losses, correct predictions and the squared norm of this stage's gradient are then added to those of the
     next stage and sent to the previous one. The first device decides for every Step.
 
-    The other two are for the KL term of the losses that follow, only with replicas, on the devices of the
-    last stage. `step` is the optimizer step that precedes them.
+    The payloads `scores` and `kl` are for the KL term of the losses that follow, only with replicas, on the
+    devices of the last stage. `step` is the optimizer step that precedes them.
 
     `scores`: the sums of the mismatched samples that this replica has scored are sent to the other replicas,
     without waiting, even if it has scored none.
@@ -476,7 +477,7 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
+        """Mapping from (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def whole_sample(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
@@ -488,11 +489,12 @@ class Program:
         return sample
 
     def supervised(self, segment: JobStepKey) -> int:
-        """Return the supervised tokens of a segment's whole global batch, by which its loss is divided."""
+        """Return the number of supervised tokens of a segment's whole global batch, by which its loss is
+        divided."""
         return self.batch(segment.job, segment.step).supervised_tokens
 
     def sample_counts(self, segment: JobStepKey) -> tuple[int, ...]:
-        """Return the supervised tokens of each sample of a segment's whole global batch."""
+        """Return the number of supervised tokens of each sample of a segment's whole global batch."""
         return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
 
     @cached_property

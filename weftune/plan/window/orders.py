@@ -131,8 +131,8 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     alternates between backward and forward.
 
     If a microbatch needs an optimizer step that has not run yet, the backwards before that step go first.
-    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (the
-    bubble lemma in `merge`).
+    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (see
+    `merge.earliest_microbatch`).
     """
     return [_alternating_order(work, stage, stages) for stage in range(stages)]
 

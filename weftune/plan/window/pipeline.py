@@ -483,8 +483,9 @@ def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfin
     """Return one or two orders of groups of jobs for the next rounds.
 
     In the first order, groups with unfinished batches come last, in the order of their last microbatches. The
-    second is returned only if batches are inherited. It has the same number of groups, but each of jobs that
-    may begin at about the same time."""
+    second is returned only if batches are inherited. In it, the jobs are divided into equally many new
+    groups, each of jobs that may begin at about the same time.
+    """
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
     if last and len(groups) > 1:

@@ -32,7 +32,7 @@ def distribute_samples(
     rounds: Sequence[Sequence[BatchSample]], inherited_tokens: Sequence[int]
 ) -> list[Rounds]:
     """Return, for each replica, its samples of each round. Total tokens are kept even between the replicas.
-    `inherited_tokens` contains, for each replica, the tokens that it has still in flight."""
+    `inherited_tokens` contains, for each replica, the number of tokens that are still in flight."""
     tokens = list(inherited_tokens)
     dealt: list[Rounds] = [[] for _ in tokens]
     for samples in rounds:

@@ -305,11 +305,12 @@ def _list_actions(
 
 
 def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
-    """Yield (stage, actions) for each visit of a stage in a round.
+    """Yield (stage, actions) for each time that a worker runs a stage in a round.
 
     Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
     stages in reverse order, and finally the other passes without backward. The last stage of the base runs
-    each backward right after its forward."""
+    each backward right after its forward.
+    """
     yield from _forward_visits(runs.before, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
     if numbers:
@@ -335,7 +336,7 @@ def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[
 
 
 def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
-    """Yield, for each visit of a stage, the Evict and Load actions that follow it. A stage is evicted if its
+    """Yield the Evict and Load actions that follow each run of a stage in `stages`. A stage is evicted if its
     slot is needed for another stage, which is then loaded immediately."""
     streamed = set(part.streamed_stages)
     needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}

@@ -354,7 +354,7 @@ def used_method(job: Mapping[str, Any], used: UsedHyperparameters) -> UsedMethod
 
 
 def without_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's keys without the paths of this machine."""
+    """Return the keys and values of a job without values that are paths on this machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

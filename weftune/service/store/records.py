@@ -529,7 +529,7 @@ def _machine_name() -> str:
 
 
 def _start_time(process: int) -> str:
-    """Return the start time of a process in clock ticks since the boot, as text. Empty if the process has
+    """Return the start time of a process in clock ticks since the boot, as a string. Empty if the process has
     ended."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
