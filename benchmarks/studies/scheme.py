@@ -330,7 +330,7 @@ def simulate_program(
         steps=max(len(job.batches) for job in jobs),
         tokens=sum(map(sum, (batch for job in jobs for batch in job.batches))),
         microbatches=sum(bool(one.segments) for one in program.microbatches),
-        busy_seconds=sum(timeline.busy_shares()) * timeline.makespan,
+        busy_seconds=sum(timeline.busy_fractions()) * timeline.makespan,
         devices=timeline.devices,
         peaks=peaks,
         fits=all(peak + placement.other_bytes <= budget for peak, budget in rooms),

@@ -23,7 +23,7 @@ from weftune.plan.layout.choose import (
     choose_layout,
 )
 from weftune.plan.outlook.ablate import ablate, compare
-from weftune.plan.outlook.explain import explain, explain_streamed_plan
+from weftune.plan.outlook.explain import explain_resident_plan, explain_streamed_plan
 from weftune.plan.outlook.first_window import FirstWindow, first_window
 from weftune.plan.outlook.forecast import (
     Ablation,
@@ -109,7 +109,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations
             pairs = zip(shares.shares, shares.parts, strict=True)
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
             run = _predict_whole_run(case, shares.parts, later)
-        sentences = explain(outlook, source) if needs_sentences else []
+        sentences = explain_resident_plan(outlook, source) if needs_sentences else []
         ablations = _ablations(case, outlook) if includes_ablations else ()
     return Plan(
         case=case,

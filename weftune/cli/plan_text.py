@@ -221,7 +221,7 @@ def _show_waiting_jobs(console: Console, plan: Plan) -> None:
         if waiting := [name for name in admission.wait_reasons if trials.get(name) == sweep.name]:
             count = count_noun(len(waiting), "trial")
             console.print(f"{count} of {sweep.name} wait until seats become free.", markup=False)
-    for name, reason in admission.too_large.items():
+    for name, reason in admission.misfit_reasons.items():
         console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
 
 

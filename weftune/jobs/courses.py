@@ -144,7 +144,7 @@ def job_shape(
         max_sample_tokens=max(part.longest_row_tokens for part in data.parts),
         batch_tokens=data.train.max_batch_tokens(spec.batch_size),
         source_job=source_job(spec.adapter),
-        mean_vectors=mean_weight_count,
+        mean_weight_count=mean_weight_count,
         answer_positions=_answer_positions(spec, data, base.context),
     )
 

@@ -38,7 +38,7 @@ from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
-from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.seats import find_misfits
 from weftune.plan.layout.split import DeviceShare, JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.effort import wall_time_sentence
@@ -210,7 +210,7 @@ def fitting_jobs(
 ) -> frozenset[str]:
     """Return the names of the jobs that fit alone on a device with the base. Raise PlanError if none fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
-    refused = too_large([job.shape for job in prepared_jobs], memory.misfit_reason)
+    refused = find_misfits([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
         raise PlanError(
             Mistake(

@@ -69,7 +69,7 @@ class Sweeps:
         spans = mean_weight_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = (
             replace(job.recipe, averaged=spans),
-            replace(job.shape, mean_vectors=1 if spans else 0),
+            replace(job.shape, mean_weight_count=1 if spans else 0),
         )
         return replace(job, recipe=recipe, shape=shape)
 

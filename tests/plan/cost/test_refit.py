@@ -102,5 +102,5 @@ def test_what_no_action_took_is_shared_out_over_the_actions() -> None:
 
 def test_old_measurements_are_forgotten() -> None:
     times = Times(passes=[measured(work([64]))] * (MAX_MEASUREMENTS + 5))
-    times.forget()
+    times.drop_old_measurements()
     assert len(times.passes) == MAX_MEASUREMENTS

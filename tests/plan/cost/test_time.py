@@ -92,6 +92,6 @@ def test_alone_costs_what_its_passes_cost_one_by_one() -> None:
 
 
 def test_another_level_changes_passes_alone() -> None:
-    slower = TRUTH.times(2.0)
+    slower = TRUTH.multiply_by(2.0)
     assert slower.pass_seconds(work([64])) == pytest.approx(2 * TRUTH.pass_seconds(work([64])))
     assert slower.step == TRUTH.step

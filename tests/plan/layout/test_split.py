@@ -11,7 +11,7 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import uncalibrated_cost_model
-from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.seats import find_misfits
 from weftune.plan.layout.split import JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 
@@ -100,7 +100,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
 def test_a_job_that_does_not_fit_even_alone_is_named_with_its_numbers():
     jobs = [JobShape("small", 0, 0, 1000, 64), JobShape("large", 0, 1, 1 << 30, 512)]
     memory = MemoryModel(SHAPE, SLACK_BYTES + (64 << 20))
-    found = too_large(jobs, memory.misfit_reason)
+    found = find_misfits(jobs, memory.misfit_reason)
     assert list(found) == ["large"]
     assert "longest sample of 512 tokens, but 0.31 GiB are available" in found["large"]
 

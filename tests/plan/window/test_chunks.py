@@ -40,8 +40,8 @@ def test_one_job_of_long_samples_fills_a_pipeline_of_four_stages():
         simulated(plan_pipeline([course("a", LONG)], one), one)
         for one in (rules(pace=even, min_chunk_rows=0), rules(pace=even, min_chunk_rows=50))
     )
-    assert 1 - sum(whole.busy_shares()) / 4 == pytest.approx(1 / 3)
-    assert 1 - sum(cut.busy_shares()) / 4 == pytest.approx(3 / (48 + 3))
+    assert 1 - sum(whole.busy_fractions()) / 4 == pytest.approx(1 / 3)
+    assert 1 - sum(cut.busy_fractions()) / 4 == pytest.approx(3 / (48 + 3))
     assert cut.makespan < 0.8 * whole.makespan
     assert all(mine <= theirs for mine, theirs in zip(cut.peaks, whole.peaks, strict=True)), "rows in flight"
 

@@ -95,7 +95,7 @@ def test_the_simulator_carries_what_is_in_flight_over_a_seam(jobs, stages, round
         timeline = simulate(program, prices, PricedCluster(stages * replicas))
         assert tuple(levels[0].bytes for levels in timeline.memory) == end
         end = tuple(levels[-1].bytes for levels in timeline.memory)
-        busy += sum(timeline.busy_shares()) * timeline.makespan
+        busy += sum(timeline.busy_fractions()) * timeline.makespan
     assert end == (0,) * stages * replicas
     rows = sum(sum(map(sum, batches)) for batches in jobs.values())
     assert busy == pytest.approx(stages * rows * 3)

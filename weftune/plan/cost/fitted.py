@@ -167,7 +167,7 @@ class FittedModels:
         times.passes += outcome.passes
         times.steps += outcome.steps
         times.saves += outcome.saves
-        times.forget()
+        times.drop_old_measurements()
         self.cost = refit_cost_model(self.initial_cost, times)
         if outcome.is_window_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)

@@ -197,7 +197,7 @@ class MemoryModel:
         ]
         return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
-    def key_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
+    def key_value_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
         """Return, for each worker of a pipeline, the fraction of a row's activation bytes that the keys and
         values of attention take."""
         layers, fused = self.shape.layers, self.uses_fused_ops
@@ -207,7 +207,7 @@ class MemoryModel:
         ]
 
     @property
-    def sum_ratio(self) -> float:
+    def gradient_byte_ratio(self) -> float:
         """Bytes per value of an accumulated gradient, divided by the bytes per value of an activation."""
         return self.master_bytes / self.shape.bytes_per_value
 
@@ -293,7 +293,7 @@ class MemoryModel:
         in the search for the stages, so that every job for which the search reserved memory is admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
-        weights, state, activations = memory.parts(
+        weights, state, activations = memory.bytes_by_use(
             sizes, resident, worker_layout.slot_count, worker_layout.worker, len(worker_layout.stages)
         )
         return MemoryNeed(
@@ -367,7 +367,9 @@ class MemoryModel:
         if not self.layout.offloads_optimizer:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
-        return sum(job.trainable_parameters * (each + job.mean_vectors * self.master_bytes) for job in jobs)
+        return sum(
+            job.trainable_parameters * (each + job.mean_weight_count * self.master_bytes) for job in jobs
+        )
 
     # -- what fits ---------------------------------------------------------------------------------------
 

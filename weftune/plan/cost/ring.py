@@ -60,6 +60,6 @@ def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 
 
-def back_bytes(bytes_per_value: int) -> int:
+def copied_back_bytes(bytes_per_value: int) -> int:
     """Return the bytes per parameter that are copied back to the host after an optimizer step."""
     return (_STATE - 1) * max(4, bytes_per_value) + bytes_per_value

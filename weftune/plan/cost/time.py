@@ -83,10 +83,10 @@ class Terms:
             self.fixed, self.token, self.square, self.sample, self.supervised, self.adapter, self.segment,
         )  # fmt: skip
 
-    def times(self, factor: float) -> Terms:
+    def multiply_by(self, factor: float) -> Terms:
         return make_terms([factor * value for value in self.values()])
 
-    def plus(self, other: Terms) -> Terms:
+    def add(self, other: Terms) -> Terms:
         return make_terms([mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)])
 
 
@@ -114,7 +114,7 @@ class Rate:
     def __call__(self, jobs: int, parameters: int) -> float:
         return self.job * jobs + self.parameter * parameters
 
-    def plus(self, other: Rate) -> Rate:
+    def add(self, other: Rate) -> Rate:
         return Rate(job=self.job + other.job, parameter=self.parameter + other.parameter)
 
 
@@ -211,16 +211,16 @@ class CostModel:
             sum(column)
             for column in zip(*_solo_work(batches, capacity, active_parameters_by_job(shapes)), strict=True)
         ]
-        each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
+        each = zip(self.forward.add(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
-    def times(self, factor: float) -> CostModel:
+    def multiply_by(self, factor: float) -> CostModel:
         """Return a time model in which every forward and backward takes `factor` times as long."""
         return replace(
             self,
-            forward=self.forward.times(factor),
-            backward=self.backward.times(factor),
-            evaluation=self.evaluation.times(factor),
+            forward=self.forward.multiply_by(factor),
+            backward=self.backward.multiply_by(factor),
+            evaluation=self.evaluation.multiply_by(factor),
         )
 
 

@@ -47,7 +47,7 @@ from weftune.plan.layout.offloaded import (
     offloaded_round,
     would_more_memory_help,
 )
-from weftune.plan.layout.seats import assign_seats, largest_fitting_count, order_for_seats, too_large
+from weftune.plan.layout.seats import assign_seats, find_misfits, largest_fitting_count, order_for_seats
 from weftune.plan.layout.stages import (
     PartCosts,
     cut_layers,
@@ -352,7 +352,7 @@ def _price_candidates(
         fits = _does_each_job_fit(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
         return _choose_pipeline(shape, share, own) if fits else None
 
-    limits = workload.limits(machine.division, machine.devices)
+    limits = workload.search_space(machine.division, machine.devices)
     fixed = (machine.shares, machine.replicas, machine.workers, machine.shards)
     devices = max(machine.devices, math.prod(max(1, number) for number in fixed))
     return tuple(search(jobs, workload, limits, devices, build))
@@ -466,7 +466,7 @@ def _offload_optimizer(
         user_note=f"The base is {why}.",
         window_rounds=TRAVEL_ROUNDS,
         cost_model=resident_choice.cost_model
-        and replace(resident_choice.cost_model, step=resident_choice.cost_model.step.plus(steps)),
+        and replace(resident_choice.cost_model, step=resident_choice.cost_model.step.add(steps)),
         step_wait=steps,
     )
 
@@ -549,7 +549,7 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     )
     return replace(
         choice,
-        cost_model=cost.times(1 / (1 - choice.waiting_fraction)),
+        cost_model=cost.multiply_by(1 / (1 - choice.waiting_fraction)),
         first_pass_seconds=profile.first_seconds,
     )
 
@@ -727,7 +727,7 @@ def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShap
     """Return the jobs that run together from the start, selected as the scheduler selects them."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
-    never = too_large(first, memory.misfit_reason)
+    never = find_misfits(first, memory.misfit_reason)
     return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated_jobs
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import format_bytes
-from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, passing_bytes, stages_seconds
+from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, stages_seconds, temporary_bytes
 
 T = TypeVar("T")
 PREFIXES = 200_000
@@ -291,7 +291,7 @@ class Prefix:
     """Last stage that has been placed on each GPU, or None for a GPU without stages."""
     fixed_bytes: tuple[int, ...]
     """Bytes that each GPU holds permanently."""
-    passing_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
     """Peak bytes that each GPU needs temporarily while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
@@ -332,7 +332,7 @@ class Bounds:
         own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if is_resident else 0)
         fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + own_bytes)
         passing = _replace_at(
-            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, is_resident))
+            prefix.temporary_bytes, gpu, max(prefix.temporary_bytes[gpu], temporary_bytes(stage, is_resident))
         )
         room = self.host.memory_bytes - fixed[gpu]
         if passing[gpu] > room:
@@ -349,12 +349,12 @@ class Bounds:
         stage: StageCost,
         is_resident: bool,
         previous_stage: PartialPlacement | None,
-        previous_on_gpu: PartialPlacement | None,
+        previous_gpu_stage: PartialPlacement | None,
         free_bytes: int,
     ) -> PartialPlacement:
         """Return a stage with lower bounds on its start times and on the seconds from then to the end of the
-        step. `previous_stage` is the stage before it in the base, and `previous_on_gpu` the previous stage on
-        the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
+        step. `previous_stage` is the stage before it in the base, and `previous_gpu_stage` the previous stage
+        on the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -367,17 +367,20 @@ class Bounds:
             first, last = previous_stage.first_start + arrival, previous_stage.last_start + arrival
             hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
             last_tail, first_tail = hop + previous_stage.last_tail, hop + previous_stage.first_tail
-        if previous_on_gpu:
+        if previous_gpu_stage:
             weights = 0 if is_resident else stage.weight_bytes
             late = max(
-                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.is_resident)
+                0,
+                weights
+                - free_bytes
+                + temporary_bytes(previous_gpu_stage.stage, previous_gpu_stage.is_resident),
             )
-            freed = previous_on_gpu.last_start + previous_on_gpu.stage.forward
-            first = max(first, freed + late / bandwidth, previous_on_gpu.first_start + weights / bandwidth)
-            again = 0 if previous_on_gpu.is_resident else previous_on_gpu.stage.weight_bytes
-            late = max(0, again - free_bytes + passing_bytes(stage, is_resident))
-            last_tail = max(last_tail, stage.backward + late / bandwidth + previous_on_gpu.first_tail)
-            first_tail = max(first_tail, again / bandwidth + previous_on_gpu.first_tail)
+            freed = previous_gpu_stage.last_start + previous_gpu_stage.stage.forward
+            first = max(first, freed + late / bandwidth, previous_gpu_stage.first_start + weights / bandwidth)
+            again = 0 if previous_gpu_stage.is_resident else previous_gpu_stage.stage.weight_bytes
+            late = max(0, again - free_bytes + temporary_bytes(stage, is_resident))
+            last_tail = max(last_tail, stage.backward + late / bandwidth + previous_gpu_stage.first_tail)
+            first_tail = max(first_tail, again / bandwidth + previous_gpu_stage.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
         return PartialPlacement(stage, is_resident, first, last, first_tail, last_tail)

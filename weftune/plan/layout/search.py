@@ -57,7 +57,7 @@ class EvaluatedDraft:
     """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def sort_key(self) -> tuple[int, float]:
         return self.excess_bytes, self.seconds
 
     def is_better_than(self, other: EvaluatedDraft) -> bool:
@@ -88,7 +88,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
     """Return the best of the evaluated layouts and, among equals, the first one."""
-    least = min(evaluated_drafts, key=lambda one: one.rank)
+    least = min(evaluated_drafts, key=lambda one: one.sort_key)
     return next(one for one in evaluated_drafts if not least.is_better_than(one))
 
 
@@ -130,7 +130,7 @@ def _fastest_starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
 def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[EvaluatedDraft]:
     """Return the best `STARTS` candidate layouts and the best one of every kind (see `_draft_kind`), in their
     original order."""
-    ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
+    ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].sort_key)
     firsts: dict[object, int] = {}
     for number in ranked:
         firsts.setdefault(_draft_kind(evaluated_drafts[number]), number)

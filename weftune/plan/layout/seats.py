@@ -58,11 +58,11 @@ def assign_seats(
     seating = _Seating(attached_jobs, fits, overtake_counts or {})
     rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
-        rest = seating.fill(rest)
+        rest = seating.admit_jobs(rest)
     return Seats(tuple(seating.seated_jobs), tuple(seating.unseated_jobs))
 
 
-def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
+def find_misfits(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
     """Return a dict from the name of each job that does not fit even alone to the reason. Jobs that are no
     larger than a job that fits are not checked."""
     runnable: list[JobShape] = []
@@ -98,7 +98,7 @@ class _Seating:
         """Whether a waiting job has been admitted. As long as none has, running jobs keep running, whatever
         their predicted memory."""
 
-    def fill(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
+    def admit_jobs(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
         """Admit the jobs of `waiting_jobs` up to the first one that does not fit in memory. Return the jobs
         behind that one, which are still to be considered."""
         tried = self._possible_positions(waiting_jobs)
@@ -155,7 +155,7 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     if (
         job.max_sample_tokens < other.max_sample_tokens
         or job.batch_tokens < other.batch_tokens
-        or job.mean_vectors < other.mean_vectors
+        or job.mean_weight_count < other.mean_weight_count
     ):
         return False
     if job.trainable_parameters < other.trainable_parameters or len(job.parameters_by_layer) != len(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.cluster import detect_cpu
 from weftune.plan.cost.estimate import Speed, data_sheet_speed
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.time import CostModel, pass_work
 from weftune.plan.layout.balanced import assign_longest_first, improve_by_moves
 from weftune.plan.pack.instance import pack
@@ -66,7 +66,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
 def data_sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """Return a time model of the base in seconds, computed from its FLOPs and the speed of a device."""
-    return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
+    return flop_terms(shape).base_cost(shape.layers, speed.source).multiply_by(1 / speed.flops)
 
 
 def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:

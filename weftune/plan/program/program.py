@@ -426,7 +426,7 @@ class Program:
     hands_over: bool = False
     """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
     at its end."""
-    half_layers: int = 0
+    half_layer_count: int = 0
     """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
     does."""
 
@@ -437,7 +437,7 @@ class Program:
         return self.devices[0]
 
     @property
-    def pipelined(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether the program runs on several devices that each hold a part of every adapter, so that
         optimizer steps need a Reduce."""
         return len(self.devices) > 1
@@ -463,7 +463,7 @@ class Program:
         homes = enumerate(self.stage_devices(self.replica(device)))
         return {stage for stage, home in homes if home == device and not loads_first.get(stage, False)}
 
-    def group(self, device: int) -> range:
+    def same_stage_devices(self, device: int) -> range:
         """Return the devices that hold the same stages as `device`, one per replica, in the order of
         replicas."""
         return range(device % self.devices_per_replica, len(self.devices), self.devices_per_replica)
@@ -488,17 +488,17 @@ class Program:
         (sample,) = (placed for placed in batch.samples if placed.offset == chunk.sample_offset)
         return sample
 
-    def supervised(self, segment: JobStepKey) -> int:
+    def supervised_token_count(self, segment: JobStepKey) -> int:
         """Return the number of supervised tokens of a segment's whole global batch, by which its loss is
         divided."""
         return self.batch(segment.job, segment.step).supervised_tokens
 
-    def sample_counts(self, segment: JobStepKey) -> tuple[int, ...]:
+    def supervised_tokens_by_sample(self, segment: JobStepKey) -> tuple[int, ...]:
         """Return the number of supervised tokens of each sample of a segment's whole global batch."""
         return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
 
     @cached_property
-    def overlapped(self) -> frozenset[int]:
+    def overlapped_microbatches(self) -> frozenset[int]:
         """Indices of the microbatches whose passes overlap with those of another microbatch."""
         actions = (action for actions in self.devices for action in actions)
         return frozenset(action.microbatch for action in actions if isinstance(action, HalfPass))
@@ -582,7 +582,7 @@ class Program:
                 for own, following in zip(self.devices, next_program.devices, strict=True)
             ),
             hands_over=next_program.hands_over,
-            half_layers=max(self.half_layers, next_program.half_layers),
+            half_layer_count=max(self.half_layer_count, next_program.half_layer_count),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

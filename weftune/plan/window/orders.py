@@ -77,8 +77,8 @@ def one_forward_one_backward(work: Work, stages: int) -> Program:
     return assemble(work, alternating_passes(work, stages))
 
 
-def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
-    return assemble(work, multi_job_passes(work, stages, prices, spare))
+def multi_job(work: Work, stages: int, prices: Prices, spare_microbatches: int = 0) -> Program:
+    return assemble(work, multi_job_passes(work, stages, prices, spare_microbatches))
 
 
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
@@ -137,23 +137,25 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     return [_alternating_order(work, stage, stages) for stage in range(stages)]
 
 
-def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
+def multi_job_passes(work: Work, stages: int, prices: Prices, spare_microbatches: int = 0) -> Passes:
     """Return the passes in the multi-job order of mLoRA. The first device prefers forwards and all others
     prefer backwards, with as many microbatches in flight as in 1F1B.
 
     While a job waits for its optimizer step, the next ready microbatch of any other job runs. On all stages
-    but the last, `spare` additional microbatches may be in flight. With `stages` − 1 of them, transfers that
-    take no longer than a pass cause no waits.
+    but the last, `spare_microbatches` additional microbatches may be in flight. With `stages` − 1 of them,
+    transfers that take no longer than a pass cause no waits.
     """
-    rules = multi_job_rules(stages, spare)
+    rules = multi_job_rules(stages, spare_microbatches)
     launches = [work.launches]
     return Dispatch(work.microbatches, launches, prices, rules, work.inherited).run()
 
 
-def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
+def multi_job_rules(stages: int, spare_microbatches: int = 0) -> DispatchRules:
     last = stages - 1
     return DispatchRules(
-        max_in_flight=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
+        max_in_flight=tuple(
+            stages - stage + (spare_microbatches if stage < last else 0) for stage in range(stages)
+        ),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )
 

@@ -654,7 +654,7 @@ def _append_mismatched_scores(
         return program
     sent = [Reduce(one.job, one.step, "scores") for one in segments]
     added = [Reduce(one.job, one.step, "kl") for one in segments]
-    last = set(program.group(rules.stages - 1))
+    last = set(program.same_stage_devices(rules.stages - 1))
     devices = (
         (*actions, *sent, *added) if device in last else actions
         for device, actions in enumerate(program.devices)
