@@ -390,10 +390,10 @@ def name_faults(
             yield name, "a job cannot start from itself; name another, or write init_from: null"
         elif source not in known_names:
             yield name, _unknown_source_message(source, [other for other in known_names if other != name])
-        elif name not in told and (circle := _source_cycle(name, sources)):
-            told.update(circle)
-            way = " from ".join([*circle, name])
-            yield name, f"jobs wait for each other in a circle, {way}; let one of them start from a folder"
+        elif name not in told and (cycle := _source_cycle(name, sources)):
+            told.update(cycle)
+            way = " from ".join([*cycle, name])
+            yield name, f"jobs wait for each other in a cycle, {way}; let one of them start from a folder"
 
 
 def _sweep_source_message(source: str, trials: Mapping[str, str]) -> str:

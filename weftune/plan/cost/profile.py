@@ -107,7 +107,7 @@ def digest(shape: ModelShape) -> str:
 
 
 def cpu_threads(processes: int = 1) -> int:
-    """Return the number of threads that torch uses in one of `processes` processes on this machine."""
+    """Return the number of threads that torch uses in each of `processes` processes on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // processes)
