@@ -130,7 +130,9 @@ def search(rungs: Rungs, train: Train) -> Found:
     scores: dict[str, float | None] = {}
     made = 0
     while not rungs.is_over():
-        for outcome in train({name: rungs.limit(name) for name in rungs.trials if name not in rungs.ended}):
+        for outcome in train(
+            {name: rungs.step_limit(name) for name in rungs.trials if name not in rungs.ended_trials}
+        ):
             made += outcome.made
             if outcome.end is not None:
                 rungs.end_trial(outcome.name, outcome.end, outcome.step)

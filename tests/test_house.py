@@ -28,9 +28,7 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
 
 
 def test_a_cycle_is_found():
-    assert [set(one) for one in cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [
-        {"a", "b", "c"}
-    ]
+    assert [set(one) for one in cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [{"a", "b", "c"}]
 
 
 def test_imports_inside_functions_count_and_those_for_annotations_do_not():

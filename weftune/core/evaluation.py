@@ -65,7 +65,7 @@ class Evaluation:
             self.results, key=lambda one: (_sort_key(metric, one.scores), _sort_key("loss", one.scores))
         )
 
-    def best(self, metric: str) -> str | None:
+    def best_adapter(self, metric: str) -> str | None:
         """Return the name of the adapter with the best value of a metric, or None if fewer than two adapters
         have a value."""
         first = self.rank_results(metric)[:2]

@@ -59,7 +59,8 @@ class SweepOutlook:
         saving = self.sample_saving
         return (
             f"Sweep {self.name}: {count_noun(count, 'trial')}{later}; {rungs} continue. That takes "
-            f"{saving.expected_work:,.0f} samples instead of {saving.full_work:,.0f}, {saving.share:.0%}."
+            f"{saving.expected_work:,.0f} samples instead of {saving.full_work:,.0f}, "
+            f"{saving.expected_fraction:.0%}."
         )
 
 

@@ -106,7 +106,7 @@ def train_shares(
             for jobs in _sweep_rounds(trainer, store, sweeps, ready, shape):
                 fits |= {job.name for job in jobs if sweeps.is_trial(job.name)}
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
-                _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
+                _show_shares(trainer.view, shares, devices, has_seconds=cost.is_measured and alone)
                 teams = _share_teams(run, trainer, shares, devices, memory)
                 ended = _run_shares(trainer, store, jobs, shares, teams)
                 if any(one.code for one in ended):
@@ -116,7 +116,7 @@ def train_shares(
         sweeps.finish()
         results = trainer.results(store)
     codes = {one.code for one in ended}
-    have_ended = all(result.state.ended for result in results.values())
+    have_ended = all(result.state.has_ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
 
@@ -139,11 +139,11 @@ def _sweep_rounds(
         sweeps.decide_rungs(store)
         sweeps.propose_trials(trainer.add, trainer.view.note)
         new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
-        new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]
+        new = [job for job in new if job.name not in store or not store.job(job.name).state.has_ended]
         for job in trainer.prepare_all(new, shape, store):
             prepared[job.name] = sweeps.add_trial(job)
             store.add_job(job.name)
-        unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
+        unfinished = [job for job in prepared.values() if not store.job(job.name).state.has_ended]
         steps = {job.name: store.job(job.name).step for job in unfinished}
         jobs = [job for job in unfinished if not sweeps.is_waiting_at_rung(job.name)]
         if before is not None:

@@ -102,7 +102,7 @@ def evaluation_page(evaluation: Evaluation, metric: str) -> str:
             "notes": evaluation.notes,
             "metrics": [(one, metric_title(one)) for one in ranked[0].scores],
             "results": ranked,
-            "best": evaluation.best(metric),
+            "best": evaluation.best_adapter(metric),
             "text": score_text,
             "rows": shown,
             "titles": {one.adapter: one.adapter for one in ranked},

@@ -184,7 +184,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     pipeline = timeline_charts(timelines) if timelines else ()
     values = {
         "title": run.output.resolve().name,
-        "facts": _run_facts(run),
+        "facts": _run_properties(run),
         "verdicts": verdicts(run),
         "tiles": _run_tiles(run),
         "keys": [value.key for value in table[0].values] if table else [],
@@ -269,7 +269,7 @@ def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _run_facts(run: Run) -> list[str]:
+def _run_properties(run: Run) -> list[str]:
     """Return short strings about the run: model, quantisation, dtype, device and start time, as far as they
     are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
@@ -353,7 +353,7 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             values=values.get(job.name, ()),
             loss=Number() if loss is None else Number(text=loss_text(loss), value=loss),
             validation=_validation_number(job),
-            change=_change_number(job),
+            change=_loss_change_number(job),
             accuracy=_accuracy_number(job),
             score=_score_number(job),
             margin=_metric_number(job, ("rewards/margins", "margin"), loss_text),
@@ -382,7 +382,7 @@ def _validation_number(job: JobRecord) -> Number:
     return Number(text=loss_text(kept), value=kept, detail=detail)
 
 
-def _change_number(job: JobRecord) -> Number:
+def _loss_change_number(job: JobRecord) -> Number:
     kept, base = kept_validation(job), base_validation(job)
     if kept is None or base is None or base == 0:
         return Number()

@@ -25,8 +25,8 @@ def change_text(first_value: float | None, last_value: float | None) -> str:
     return f"{100 * (last_value - first_value) / abs(first_value):+.1f} %".replace("-", "−")
 
 
-def accuracy_text(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def accuracy_text(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
 
 
 def points_text(old_fraction: float, new_fraction: float) -> str:

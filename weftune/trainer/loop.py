@@ -128,7 +128,7 @@ class Loop:
         )
         self._planned_cost = (
             engine.initial_cost_model
-            if engine.initial_cost_model.measured
+            if engine.initial_cost_model.is_measured
             else cpu_data_sheet_cost(engine.choice.shape)
         )
         """Time model that `weftune plan` uses: from a profile of this machine or, without a profile, from its
@@ -469,7 +469,7 @@ class Loop:
 
     def _release_ended(self) -> None:
         """Release the data of ended jobs, which keep files open."""
-        for name in [name for name in self.jobs if self.store.job(name).state.ended]:
+        for name in [name for name in self.jobs if self.store.job(name).state.has_ended]:
             del self.jobs[name]
             self.journal.forget_job(name)
             self._last_saved.pop(name, None)

@@ -130,7 +130,7 @@ def test_a_fault_is_told_at_its_own_place():
 
 
 def test_a_share_may_be_one_and_above_it_whole_steps_only():
-    share = Bound(share=True)
+    share = Bound(allows_fraction=True)
     assert [share.fault(value) for value in (0.25, 1, 1.0, 2.0)] == [None] * 4
     assert share.fault(1.25) is not None
     assert Bound().fault(1.25) is None

@@ -43,26 +43,26 @@ def decide(rungs):
 
 def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_best_go_on():
     rungs = rungs_of(4, keep=0.5)
-    assert {rungs.limit(name) for name in rungs.trials} == {20}
+    assert {rungs.step_limit(name) for name in rungs.trials} == {20}
     for name, value in (("t3", 1.0), ("t0", 4.0), ("t2", 2.0)):
         assert rungs.awaits_evaluation(name)
         rungs.evaluate(name, 20, value)
         assert not rungs.awaits_evaluation(name)
         assert rungs.pending_decisions() == []
-        assert rungs.limit(name) == 20
+        assert rungs.step_limit(name) == 20
     rungs.evaluate("t1", 20, 3.0)
     (decision,) = rungs.pending_decisions()
     assert (decision.step, decision.kept, decision.left) == (20, ("t3", "t2"), ("t1", "t0"))
-    assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
+    assert rungs.step_limit("t3") == 20, "nothing changes before it is adopted"
     rungs.apply_decision(decision)
-    assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
+    assert (rungs.step_limit("t3"), rungs.step_limit("t2")) == (60, 60)
     assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 continue"
     assert rungs.pending_decisions() == []
     for name, value in (("t2", 1.5), ("t3", 1.6)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
     assert rungs.decisions[-1].reason("t3", 60) == "left the sweep at step 60: 2nd of 2, the best continues"
-    assert rungs.limit("t2") == STEPS
+    assert rungs.step_limit("t2") == STEPS
 
 
 def test_among_equals_the_first_of_the_file_goes_on_and_what_is_not_finite_is_worst():
@@ -137,7 +137,7 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
     decide(rungs)
     rungs.end_trial("t1", TrialEnd.FINISHED, STEPS)
     rebuilt = rungs_of(4, keep=0.5)
-    for name, ended in rungs.ended.items():
+    for name, ended in rungs.ended_trials.items():
         rebuilt.end_trial(name, ended.kind, ended.step)
     for name, seen in rungs.values.items():
         for step, value in seen.items():
@@ -200,12 +200,13 @@ def play(trials, keep, seed):
     while movable := [
         name
         for name in at
-        if name not in rungs.ended and (rungs.awaits_evaluation(name) or rungs.limit(name) == STEPS)
+        if name not in rungs.ended_trials
+        and (rungs.awaits_evaluation(name) or rungs.step_limit(name) == STEPS)
     ]:
         name = rng.choice(movable)
         value, fate = trials[int(name[1:])][at[name]]
         at[name] += 1
-        step, limit = rungs.limit(name) - 5, rungs.limit(name)
+        step, limit = rungs.step_limit(name) - 5, rungs.step_limit(name)
         if fate != "goes on":
             rungs.end_trial(
                 name,
@@ -217,13 +218,13 @@ def play(trials, keep, seed):
         else:
             rungs.evaluate(name, limit, float(value))
         if rng.random() < 0.5 or not any(
-            rungs.awaits_evaluation(name) for name in at if name not in rungs.ended
+            rungs.awaits_evaluation(name) for name in at if name not in rungs.ended_trials
         ):
             decide(rungs)
     decide(rungs)
     assert rungs.is_over()
     scores = {name: float(trials[int(name[1:])][2][0]) for name in at}
-    return rungs.decisions, rungs.ended, rungs.ranking(scores)
+    return rungs.decisions, rungs.ended_trials, rungs.ranking(scores)
 
 
 @pytest.mark.parametrize(("steps", "first"), [(100, 20), (1000, 100)])
@@ -293,7 +294,7 @@ def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
     assert found.rungs == (24, 8, 3)
     assert found.full_work == 24 * 200 * 16
     assert found.expected_work == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
-    assert found.share == pytest.approx(1220 / 4800)
+    assert found.expected_fraction == pytest.approx(1220 / 4800)
 
 
 def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None:
@@ -303,4 +304,4 @@ def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None
 
 
 def test_without_halving_nothing_is_saved() -> None:
-    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).share == 1
+    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).expected_fraction == 1

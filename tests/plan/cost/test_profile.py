@@ -89,7 +89,7 @@ def test_passes_over_few_layers_give_the_time_of_all() -> None:
         assert model.forward(one) == pytest.approx(truth, rel=0.05)
         assert model.evaluation(one) == pytest.approx(truth, rel=0.05)
     assert model.step(1, 5 * 10**6) == pytest.approx(TRUTH.step(1, 5 * 10**6), rel=0.05)
-    assert model.measured
+    assert model.is_measured
     assert "cpu, 2 threads" in model.source
 
 

@@ -58,7 +58,7 @@ def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
 
 def test_a_model_without_a_level_has_no_price() -> None:
     model = uncalibrated_cost_model(SHAPE)
-    assert not model.measured
+    assert not model.is_measured
     assert model.program_seconds(program(30), {"a": shape(1)}) is None
     assert model.solo_seconds([], 64, {}) is None
 

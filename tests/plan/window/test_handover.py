@@ -118,7 +118,7 @@ def test_a_window_that_evaluates_scores_or_has_no_batch_of_its_own_drains():
     finishing = plan_pipeline(empty, rules(3), left, hands_over=True)
     assert unfinished_work(finishing) == FINISHED
     assert {(one.job, one.step) for one in finishing.batches} == {(one.job, one.step) for one in left.batches}
-    scoring = [replace(one, scored=one.batches[0].samples) for one in windows_of(JOBS, left.steps, 1)]
+    scoring = [replace(one, scored_samples=one.batches[0].samples) for one in windows_of(JOBS, left.steps, 1)]
     check(join_windows([first, plan_pipeline(scoring, rules(3), left, hands_over=False)]))
 
 

@@ -120,7 +120,7 @@ class JobKeys(TypedDict, total=False):
     batch_size: Annotated[int, Bound(at_least=1, at_most=10**9)]
     learning_rate: Annotated[float, Bound(above=0)]
     schedule: Schedule
-    warmup: Annotated[float, Bound(at_least=0, at_most=MAX_COUNT, share=True)]
+    warmup: Annotated[float, Bound(at_least=0, at_most=MAX_COUNT, allows_fraction=True)]
     weight_decay: Annotated[float, Bound(at_least=0)]
     betas: Sequence[Annotated[float, Bound(at_least=0, below=1)]]
     eps: Annotated[float, Bound(above=0, at_most=1)]

@@ -179,7 +179,8 @@ def _type_bounds(type_hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
         kinds = get_args(type_hint.__origin__) or (type_hint.__origin__,)
         whole, allows_none = int in kinds, NoneType in kinds
         yield from (
-            (location, replace(one, whole=whole, allows_none=allows_none)) for one in type_hint.__metadata__
+            (location, replace(one, is_integer=whole, allows_none=allows_none))
+            for one in type_hint.__metadata__
         )
     else:
         is_same = get_origin(type_hint) in (Union, UnionType, Required)

@@ -152,14 +152,14 @@ def _data_values(data: DataSpec) -> dict[str, Any]:
 
 
 def _to_plain_values(record: Any) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
+    def plain_value(value: Any) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
         if isinstance(value, FromJob | GenerateSpec):
             return asdict(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+    return {item.name: plain_value(getattr(record, item.name)) for item in fields(record)}
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}

@@ -39,7 +39,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has ended. An ended job continues only at the user's request (--restart or
         --retry)."""
         return not MOVES[self]

@@ -28,7 +28,7 @@ from weftune.jobs.spec.layer import (
 from weftune.jobs.spec.schema import EXPECTED, bound_of_key, build, choice_sentence, number_faults
 from weftune.jobs.spec.spec import JobSpec, to_steps
 from weftune.jobs.sweeps.halving import rung_counts, rung_steps
-from weftune.jobs.sweeps.search import TrialSearch, combinations, grid_combinations
+from weftune.jobs.sweeps.search import TrialSearch, count_combinations, grid_combinations
 from weftune.jobs.sweeps.spec import (
     MAX_TRIALS,
     Choices,
@@ -137,7 +137,7 @@ def _search_faults(
     value: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
     search, trials = value.get("search", "grid"), value.get("trials")
-    count = combinations(over)
+    count = count_combinations(over)
     if search == "grid":
         ranges = [key for key, choices in over.items() if isinstance(choices, ValueRange)]
         for key in ranges:
@@ -287,7 +287,7 @@ def _range_faults(key: str, value: Mapping[str, Any], location: Loc) -> Iterator
         yield Fault((*location, "min"), f"must be above 0 where log is true, got {format_value(low)}")
     elif not isinstance(low, int) and high - low < MIN_RANGE * high:
         yield Fault(location, "is too narrow to draw from; write a list of values")
-    elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
+    elif bound.allows_fraction and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
         yield Fault(
             location, "must go over shares of the run (below 1) or over whole numbers of steps, not both"
         )

@@ -251,7 +251,7 @@ def winners(record: SweepRecord) -> list[TrialRecord]:
     return [trials[name] for name in record.best if name in trials]
 
 
-def counts(record: SweepRecord) -> Mapping[str, int]:
+def state_counts(record: SweepRecord) -> Mapping[str, int]:
     """Return a mapping from each state to the number of trials in it. States without trials are left out."""
     found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}

@@ -48,7 +48,7 @@ def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
     return [dict(zip(over, values, strict=True)) for values in product(*lists)]
 
 
-def combinations(over: Mapping[str, Choices]) -> float:
+def count_combinations(over: Mapping[str, Choices]) -> float:
     """Return the number of distinct trials that a sweep can have, or infinity if it draws fractions from a
     range."""
     return math.prod(_count_choices(choices) for choices in over.values())
@@ -130,7 +130,7 @@ def _power_of_ten(value: float) -> int:
     return int(f"{value:.17e}".partition("e")[2])
 
 
-def generations(trials: int) -> Iterator[int]:
+def generation_sizes(trials: int) -> Iterator[int]:
     """Yield the number of trials in each of TPE's generations: a quarter of all trials, and in the last
     generation also the remainder."""
     size = -(-trials // GENERATIONS)
@@ -279,7 +279,7 @@ class TrialSearch:
         over, count = self.spec.over, self.spec.trials
         if count is None:
             return self._name_trials(grid_combinations(over))
-        count = next(generations(count)) if self.spec.search == "tpe" else count
+        count = next(generation_sizes(count)) if self.spec.search == "tpe" else count
         return self._name_trials(draw_combinations(over, count, self.seed))
 
     def next_generation(self, ended_trials: Ends) -> tuple[Trial, ...]:
@@ -289,7 +289,7 @@ class TrialSearch:
         known = sorted(ended_trials, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:
             return ()
-        count = min(next(generations(self.spec.trials)), self.spec.trials - len(known))
+        count = min(next(generation_sizes(self.spec.trials)), self.spec.trials - len(known))
         if count <= 0:
             return ()
         seed = int(Random(f"{self.seed} after {len(known)}").random() * 2**32)

@@ -89,7 +89,7 @@ def uncalibrated_cost_model(shape: ModelShape) -> CostModel:
     """Return a time model whose coefficients have the right proportions but no unit. The first measured
     passes of a run determine the seconds."""
     model = flop_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
-    return replace(model, measured=False)
+    return replace(model, is_measured=False)
 
 
 def _direction_terms(token: float, square: float, supervised: float, adapter: float) -> KindTerms:

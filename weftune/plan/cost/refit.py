@@ -72,7 +72,7 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
     evaluations = [one for one in passes if not one.training]
     if not passes:
         return initial_cost
-    caution = CAUTION if initial_cost.measured else 0.0
+    caution = CAUTION if initial_cost.is_measured else 0.0
     level = _speed_ratio(initial_cost, training or evaluations, caution)
     start = initial_cost.multiply_by(level)
     return replace(
@@ -88,7 +88,7 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
         source=initial_cost.source
         if initial_cost.source.endswith(REFITTED)
         else initial_cost.source + REFITTED,
-        measured=True,
+        is_measured=True,
     )
 
 

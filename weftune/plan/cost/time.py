@@ -164,7 +164,7 @@ class CostModel:
     """Seconds per action that are spent outside passes, optimizer steps and saves."""
     source: str
     """Source of the time model, as a string for the user."""
-    measured: bool = True
+    is_measured: bool = True
     """Whether the coefficients of the time model are in seconds. If False, only their proportions are
     known."""
 
@@ -180,7 +180,7 @@ class CostModel:
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the predicted seconds of a Program, or None if the time model was never fitted to
         measurements."""
-        if not self.measured:
+        if not self.is_measured:
             return None
         total, met = 0.0, active_parameters_by_job(shapes)
         for action in program.actions:
@@ -204,7 +204,7 @@ class CostModel:
     def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
         """Return the predicted seconds that all forwards and backwards would take if jobs did not share
         microbatches. Return None if the time model was never fitted to measurements."""
-        if not self.measured:
+        if not self.is_measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
         whole = [

@@ -280,7 +280,7 @@ class LayoutChoice:
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
         cost, machine = self.cost_model or uncalibrated_cost_model(self.shape), self.machine
-        if machine.on_gpu and machine.device_flops is not None and not cost.measured:
+        if machine.on_gpu and machine.device_flops is not None and not cost.is_measured:
             # A shard has a part of every matrix product. Stages and replicas work at the same time.
             workers = self.layout.workers * self.layout.replicas
             return pace_from_data_sheet(self.shape, workers * machine.device_flops)

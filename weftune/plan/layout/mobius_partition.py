@@ -59,16 +59,16 @@ class _Problem:
             self._stages[start, stop] = stage_cost(self.layers, start, stop)
         return self._stages[start, stop]
 
-    def stages(self, draft: StreamPartition) -> list[StageCost]:
-        return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
+    def stages(self, partition: StreamPartition) -> list[StageCost]:
+        return [self.stage(start, stop) for start, stop in pairwise(partition.cuts)]
 
-    def seconds(self, draft: StreamPartition) -> float:
-        return stages_seconds(self.stages(draft), draft.resident_stages, self.host, self.microbatches)
+    def seconds(self, partition: StreamPartition) -> float:
+        return stages_seconds(self.stages(partition), partition.resident_stages, self.host, self.microbatches)
 
-    def excess_bytes(self, draft: StreamPartition) -> int:
+    def excess_bytes(self, partition: StreamPartition) -> int:
         """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
         partition fits."""
-        return -min(free_bytes(self.stages(draft), draft.resident_stages, self.host))
+        return -min(free_bytes(self.stages(partition), partition.resident_stages, self.host))
 
 
 def search_partition(
@@ -96,10 +96,10 @@ def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
-    draft = _streamed_partition(tuple(range(len(layers) + 1)))
-    if problem.excess_bytes(draft) > 0:
+    partition = _streamed_partition(tuple(range(len(layers) + 1)))
+    if problem.excess_bytes(partition) > 0:
         raise PlanError(_shortage_reason(problem))
-    return draft
+    return partition
 
 
 def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
@@ -117,10 +117,10 @@ def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
                 if layer == cuts[-1]:
                     raise PlanError(_shortage_reason(problem))
                 cuts.append(layer)
-        draft = _streamed_partition((*cuts, len(problem.layers)))
-        excess_bytes = problem.excess_bytes(draft)
+        partition = _streamed_partition((*cuts, len(problem.layers)))
+        excess_bytes = problem.excess_bytes(partition)
         if excess_bytes <= 0:
-            return draft
+            return partition
         limit -= excess_bytes
 
 
@@ -143,7 +143,7 @@ def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best partition that local searches from `starts` partitions find, or None if none fits in
     memory."""
     ranked = sorted(_starting_partitions(problem), key=problem.seconds)
-    descents = [_improve_partition(problem, draft) for draft in ranked[:starts]]
+    descents = [_improve_partition(problem, partition) for partition in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 
@@ -165,44 +165,44 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
 def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Return the partition with these boundaries between stages, in which as many of the first stages as fit
     are resident."""
-    draft = _streamed_partition(cuts)
-    for number in range(len(draft.resident_stages)):
-        longer = _toggle_resident(draft, number)
+    partition = _streamed_partition(cuts)
+    for number in range(len(partition.resident_stages)):
+        longer = _toggle_resident(partition, number)
         if problem.excess_bytes(longer) <= 0:
-            draft = longer
-    return draft
+            partition = longer
+    return partition
 
 
-def _improve_partition(problem: _Problem, draft: StreamPartition) -> StreamPartition:
+def _improve_partition(problem: _Problem, partition: StreamPartition) -> StreamPartition:
     """Return a locally optimal partition: the first change that reduces the step time is applied, repeatedly,
     until no change reduces it."""
-    seconds, tried = problem.seconds(draft), 0
-    better: StreamPartition | None = draft
+    seconds, tried = problem.seconds(partition), 0
+    better: StreamPartition | None = partition
     while better:
-        draft, better = better, None
-        for change in islice(_neighbouring_partitions(draft, problem.host.gpus), CHANGES - tried):
+        partition, better = better, None
+        for change in islice(_neighbouring_partitions(partition, problem.host.gpus), CHANGES - tried):
             tried += 1
             changed = problem.seconds(change)
             if changed < seconds * CLOSE:
                 better, seconds = change, changed
                 break
-    return draft
+    return partition
 
 
-def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
-    """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
+def _neighbouring_partitions(partition: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
+    """Yield partitions that differ a little from `partition`: one boundary is moved, removed or added, or one
     stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
-    cuts, resident = draft.cuts, draft.resident_stages
+    cuts, resident = partition.cuts, partition.resident_stages
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
                 yield StreamPartition((*cuts[:number], cut, *cuts[number + 1 :]), resident)
     for number in range(len(resident)):
-        yield _toggle_resident(draft, number)
+        yield _toggle_resident(partition, number)
     for number in range(len(resident)):
         for other in range(number + 1, min(number + gpus + 1, len(resident))):
             if resident[number] != resident[other]:
-                yield _toggle_resident(_toggle_resident(draft, number), other)
+                yield _toggle_resident(_toggle_resident(partition, number), other)
     for number in range(1, len(cuts) - 1):
         yield StreamPartition(
             (*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:])
@@ -214,9 +214,11 @@ def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[Stre
             yield StreamPartition((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
 
 
-def _toggle_resident(draft: StreamPartition, number: int) -> StreamPartition:
-    resident = draft.resident_stages
-    return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
+def _toggle_resident(partition: StreamPartition, number: int) -> StreamPartition:
+    resident = partition.resident_stages
+    return StreamPartition(
+        partition.cuts, (*resident[:number], not resident[number], *resident[number + 1 :])
+    )
 
 
 def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes: int) -> StreamedPartition:
@@ -239,10 +241,10 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = StreamPartition(child.cuts, child.resident_stages)
-                exact = problem.seconds(draft)
+                partition = StreamPartition(child.cuts, child.resident_stages)
+                exact = problem.seconds(partition)
                 if exact < seconds * CLOSE:
-                    best, seconds = draft, exact
+                    best, seconds = partition, exact
     if best is None:
         raise PlanError(_shortage_reason(problem))
     return StreamedPartition(best, seconds, min(dropped, seconds))

@@ -174,22 +174,23 @@ class _DeviceCheck:
         self,
         program: Program,
         device: int,
-        share: Counter[tuple[str, int]],
-        sample_counts: Sequence[Counter[tuple[str, int]]],
+        trained_counts: Counter[tuple[str, int]],
+        scored_counts: Sequence[Counter[tuple[str, int]]],
         last_steps: dict[str, int],
     ) -> None:
-        """Prepare the check of a device. `share` maps each (job, step) to the number of samples that the
-        device's replica trains, and `sample_counts` to the number that each replica scores."""
+        """Prepare the check of a device. `trained_counts` maps each (job, step) to the number of samples that
+        the device's replica trains, and `scored_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.replica = program.replica(device)
         self.homes = program.stage_devices(self.replica)
         self.own_stages = {stage for stage, where in enumerate(self.homes) if where == device}
         self.left = {
-            (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
+            (one.job, one.step): trained_counts[one.job, one.step] * len(self.own_stages)
+            for one in program.batches
         }
-        self.unscored = sample_counts[self.replica].copy()
-        self.scored_by_replicas = set().union(*sample_counts) if program.replicas > 1 else set()
+        self.unscored = scored_counts[self.replica].copy()
+        self.scored_by_replicas = set().union(*scored_counts) if program.replicas > 1 else set()
         """Pairs of a job and a step after which replicas score samples of the job."""
         self.exchanged: set[Reduce] = set()
         """Reduce actions for scores that the device has executed."""

@@ -206,12 +206,12 @@ class _Lanes:
     """Number of compute actions that have begun."""
     loaded_count: int = 0
     """Number of Loads that have ended."""
-    computing: bool = False
-    sending: bool = False
-    receiving: bool = False
-    loading: bool = False
-    arrived: set[Arrival] = field(default_factory=set)
-    results: set[Arrival] = field(default_factory=set)
+    is_computing: bool = False
+    is_sending: bool = False
+    is_receiving: bool = False
+    is_loading: bool = False
+    arrived_inputs: set[Arrival] = field(default_factory=set)
+    unsent_results: set[Arrival] = field(default_factory=set)
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages that this device has received about Reduces and Steps of other devices."""
@@ -258,7 +258,7 @@ class _Simulation:
                 home = program.stage_devices(one.replica)[arrival[0]]
                 self.inherited_arrivals[home].add((number, *arrival))
         for lanes, arrivals in zip(self.lanes, self.inherited_arrivals, strict=True):
-            lanes.arrived |= arrivals
+            lanes.arrived_inputs |= arrivals
 
     def run(self) -> None:
         for device in range(len(self.lanes)):
@@ -301,10 +301,10 @@ class _Simulation:
 
     def _start_compute(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
+        if lanes.is_computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
             return
         action, _ = lanes.compute.popleft()
-        lanes.computing = True
+        lanes.is_computing = True
         lanes.begun_count += 1
         start = self.now
         self._begin_action(device, action)
@@ -322,7 +322,7 @@ class _Simulation:
         if not isinstance(action, Compute):
             return True
         arrival = self._awaited_input(action, device)
-        return arrival is None or arrival in lanes.arrived
+        return arrival is None or arrival in lanes.arrived_inputs
 
     def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
         """Return the key of the input that a pass needs from another device, or None."""
@@ -420,7 +420,7 @@ class _Simulation:
                 self._send_messages(action, device)  # the decision is sent before the step is executed
 
     def _end_compute(self, device: int, action: Action, start: float) -> None:
-        self.lanes[device].computing = False
+        self.lanes[device].is_computing = False
         self._record_event(device, Lane.compute, action, start)
         if isinstance(action, HalfPass):
             self._begin_sum(device, action)
@@ -433,7 +433,7 @@ class _Simulation:
         if isinstance(action, Backward) and (wanted := self._awaited_input(action, device)) is not None:
             self._change_memory(device, -self._message_bytes(wanted))
         if isinstance(action, Compute) and (result := self._sent_result(action, device)):
-            self.lanes[device].results.add(result)
+            self.lanes[device].unsent_results.add(result)
         self._start_lanes(device)
 
     def _begin_sum(self, device: int, action: HalfPass) -> None:
@@ -463,19 +463,19 @@ class _Simulation:
 
     def _start_send(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.sending or not lanes.sends:
+        if lanes.is_sending or not lanes.sends:
             return
         action = lanes.sends[0]
         sent: Arrival = (action.microbatch, action.stage, action.payload)
-        if sent not in lanes.results:
+        if sent not in lanes.unsent_results:
             return
         taker = self.lanes[action.peer]
-        if taker.receiving:
+        if taker.is_receiving:
             if device not in taker.waiting_senders:
                 taker.waiting_senders.append(device)
             return
         lanes.sends.popleft()
-        lanes.sending = taker.receiving = True
+        lanes.is_sending = taker.is_receiving = True
         start = self.now
         self._change_memory(action.peer, self._message_bytes(sent))
         seconds = self.cluster.link.seconds(self._message_bytes(sent))
@@ -483,10 +483,10 @@ class _Simulation:
 
     def _end_send(self, device: int, action: Send, start: float) -> None:
         lanes, taker = self.lanes[device], self.lanes[action.peer]
-        lanes.sending = taker.receiving = False
+        lanes.is_sending = taker.is_receiving = False
         sent: Arrival = (action.microbatch, action.stage, action.payload)
-        lanes.results.remove(sent)
-        taker.arrived.add(sent)
+        lanes.unsent_results.remove(sent)
+        taker.arrived_inputs.add(sent)
         self._change_memory(device, -self._message_bytes(sent))
         self._record_event(device, Lane.send, action, start)
         received = Recv(action.microbatch, action.stage, action.payload, device)
@@ -511,10 +511,10 @@ class _Simulation:
 
     def _start_load(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
+        if lanes.is_loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
             return
         action, _ = lanes.loads.popleft()
-        lanes.loading = True
+        lanes.is_loading = True
         size = self._weight_bytes(action.stage)
         self._change_memory(device, size)
         flow = _Flow(device, action, self.now, size)
@@ -549,7 +549,7 @@ class _Simulation:
         self.flows[root].remove(flow)
         self._divide_bandwidth(root)
         lanes = self.lanes[flow.device]
-        lanes.loading = False
+        lanes.is_loading = False
         lanes.loaded_count += 1
         self._record_event(flow.device, Lane.load, flow.action, flow.start)
         self._start_lanes(flow.device)

@@ -154,7 +154,7 @@ def plan_pipeline(
     hands_over = hands_over and _may_hand_over(parts, windows, rules)
     lists = ((),) * (rules.stages * rules.replicas)
     program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
-    scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+    scored = [SegmentPlan(one.job, one.step, one.scored_samples) for one in windows if one.scored_samples]
     if inherited.batches:
         # Where samples are scored first, by the weights after the last Steps, the pipeline drains before.
         joins = len(parts) == 1 and not scored and not mismatched_segments(parts[0])

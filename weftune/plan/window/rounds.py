@@ -46,7 +46,7 @@ class JobWindow:
     save_steps: frozenset[int]
     begins_run: bool = False
     """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
-    scored: tuple[PlacedSample, ...] = ()
+    scored_samples: tuple[PlacedSample, ...] = ()
     """Samples whose log-probabilities are computed with the job's current weights, before any batch."""
     mismatched: tuple[PlacedSample, ...] = ()
     """Mismatched samples, whose log-probabilities are computed before each evaluation, for the KL term of the
@@ -113,7 +113,7 @@ class _LaidRounds:
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
         step = {window.job: window.step for window in windows}
-        scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+        scored = [SegmentPlan(one.job, one.step, one.scored_samples) for one in windows if one.scored_samples]
         self._add_round([], [window for window in windows if window.begins_run], step, scored)
         for turn in range(max((len(window.batches) for window in windows), default=0)):
             moving = [window for window in windows if turn < len(window.batches)]
@@ -235,7 +235,7 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
         return [
             replace(window, batches=())
             for window in windows
-            if window.starts_with_evaluation or window.scored
+            if window.starts_with_evaluation or window.scored_samples
         ]
     rounds = [
         turn

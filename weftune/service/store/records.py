@@ -381,7 +381,7 @@ class TrainingStore:
 
     def unfinished_jobs(self) -> list[JobRow]:
         """Return every job that has not ended, the oldest first."""
-        unfinished = [str(state) for state in State if not state.ended]
+        unfinished = [str(state) for state in State if not state.has_ended]
         query = select(jobs).where(jobs.c.state.in_(unfinished)).order_by(jobs.c.number)
         with self._database.read() as connection:
             return [_to_job_row(row) for row in connection.execute(query)]
