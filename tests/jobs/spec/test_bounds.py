@@ -108,7 +108,7 @@ def test_a_number_is_refused_from_the_first_value_outside_of_its_range(key, insi
 
 @pytest.mark.parametrize("key", [key for key, *_ in RANGES])
 def test_what_is_no_finite_number_is_refused_for_every_key(key):
-    kind = "whole number" if BOUNDS[key].whole else "number"
+    kind = "whole number" if BOUNDS[key].is_integer else "number"
     for value, got in ((True, "true"), ("8", '"8"'), ([], "an empty list")):
         assert faults(key, value) == [f"must be a {kind}, got {got}"]
     for value in (math.nan, math.inf, -math.inf, 10**400):
