@@ -91,7 +91,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
     slow, fast = (Speed(flops, flops, 1.0, 0.0, "a data sheet") for flops in (1e9, 4e9))
     seconds = [job_seconds(work(), data_sheet_cost(SHAPE, speed), 1024) for speed in (slow, fast)]
     assert seconds[0] == pytest.approx(4 * seconds[1])
-    assert data_sheet_cost(SHAPE, slow).measured
+    assert data_sheet_cost(SHAPE, slow).is_measured
     # Two passes over the weights, two operations a weight, 110 tokens a step; all the rest is less.
     least = 10 * 110 * 2 * 2 * LAYERS * 4 * HIDDEN**2 / 1e9
     assert least < seconds[0] < 3 * least
