@@ -41,7 +41,7 @@ def test_counted_proportions_and_some_passes_predict_passes_of_other_sizes() -> 
     fitted = refit_cost_model(
         uncalibrated_cost_model(SHAPE), Times(passes=[measured(draw(dice)) for _ in range(40)])
     )
-    assert fitted.measured
+    assert fitted.is_measured
     errors = [error(fitted, draw(dice)) for _ in range(200)]
     assert sum(errors) / len(errors) < 0.05
 
