@@ -140,7 +140,7 @@ def search(rungs: Rungs, train: Train) -> Found:
                 scores[outcome.name] = outcome.value
                 rungs.end_trial(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
-                rungs.evaluate(outcome.name, outcome.step, outcome.value)
+                rungs.record_metric(outcome.name, outcome.step, outcome.value)
         while pending := rungs.pending_decisions():
             for decision in pending:
                 rungs.apply_decision(decision)

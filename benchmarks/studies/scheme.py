@@ -103,7 +103,7 @@ def pack_scheme(
             ]
             rounds += [samples] if samples else []
     rules = MergeRules(max_rows, len(placement.stages), limits=scheme.limits)
-    merged = merge(rounds, rules, move_samples=scheme.moves_samples)
+    merged = merge(rounds, rules, moves_samples=scheme.moves_samples)
     work = cut_long_samples(_work(merged, jobs, placement.capacity), max_rows)
     return PricedWork(work, price_rows([_rows(one) for one in work.microbatches], jobs, placement))
 

@@ -61,7 +61,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
             "budget_bytes": run.budget_bytes,
             "jobs": {
                 name: {"steps": totals[name].steps, "ends": ends, "state_bytes": totals[name].state_bytes}
-                for name, ends in run.ends.items()
+                for name, ends in run.end_seconds.items()
             },
         },
         "first_window": plan.window.numbers,

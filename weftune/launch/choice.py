@@ -200,13 +200,13 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
     if division.devices == devices == 1:
         return f"one process, since there is one device. The base is {choice.reason}."
     if not choice.candidates:
-        return f"{division.text}: the base is {choice.reason}."
+        return f"{division.description}: the base is {choice.reason}."
     best, *others = choice.candidates
     speeds = f"{best.tokens_per_second:,.0f} tokens/s are predicted"
     if others:
-        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.text}"
+        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.description}"
     idle = devices - division.devices
-    sentence = f"{division.devices} {kind} as {division.text} ({flags}): {speeds}."
+    sentence = f"{division.devices} {kind} as {division.description} ({flags}): {speeds}."
     if idle > 0:
         sentence += (
             f" {idle} of {devices} {kind} stay idle, since no division over more of them is predicted to be "

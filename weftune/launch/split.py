@@ -330,7 +330,7 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
         steps=steps,
         batches=tuple(batch for window in windows for batch in window.batches),
         evaluations=sum(step > progress.evaluated for step in job.evaluate_at),
-        held_out=windows[0].evaluation if windows else (),
+        held_out_samples=windows[0].evaluation if windows else (),
     )
 
 

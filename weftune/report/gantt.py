@@ -36,7 +36,7 @@ from weftune.plan.program.program import (
     Transport,
 )
 from weftune.plan.program.simulate import Lane, Timeline
-from weftune.report.template import Tile, render
+from weftune.report.template import Tile, render_template
 from weftune.report.words import count_noun
 
 TICKS_PER_WINDOW = 1_000_000
@@ -111,7 +111,7 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
         "columns": ("device", "computing", *kinds),
         "rows": _device_rows(timeline, kinds),
     }
-    return render("gantt.html.jinja", {"gantt": drawn}, values)
+    return render_template("gantt.html.jinja", {"gantt": drawn}, values)
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:

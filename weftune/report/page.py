@@ -34,7 +34,7 @@ from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
 from weftune.report.svg import LineStyle
 from weftune.report.sweep_page import sweep_view
-from weftune.report.template import Tile, render
+from weftune.report.template import Tile, render_template
 from weftune.report.words import (
     NO_VALUE,
     accuracy_text,
@@ -209,7 +209,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "usable": [view for view in views if view.has_instructions and view.snippet],
     }
     values["sections"] = _page_sections(values)
-    return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
+    return render_template("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
 
 
 @dataclass(frozen=True, slots=True)

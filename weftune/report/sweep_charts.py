@@ -60,7 +60,7 @@ class TrialAxis:
 
     name: str
     positions: Mapping[str, float]
-    texts: Mapping[str, str]
+    labels: Mapping[str, str]
     ticks: tuple[tuple[float, str], ...]
 
 
@@ -136,7 +136,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: Li
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
         has_dots=True,
-        tooltips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
+        tooltips=[f"{axis.name} {axis.labels[trial.name]}" for _, axis in points],
     )
 
 

@@ -28,7 +28,7 @@ class Tile:
     detail: str = ""
 
 
-def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def render_template(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Render an HTML page from one of the report's templates. The page's script draws `timelines`."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup

@@ -365,7 +365,7 @@ def test_the_mean_of_a_trial_takes_a_master_more_where_that_is(value: int, each:
     assert (
         model.predict_need(averaged, 10).state_bytes - model.predict_need(plain, 10).state_bytes == 500 * each
     )
-    layout = one_device_layout(1, optimizer_offloaded=True)
+    layout = one_device_layout(1, offloads_optimizer=True)
     offloaded = replace(model, layout=layout, host_budget_bytes=1 << 40)
     assert offloaded.host_bytes(averaged) - offloaded.host_bytes(plain) == 500 * each
     assert offloaded.predict_need(averaged, 10).state_bytes == offloaded.predict_need(plain, 10).state_bytes

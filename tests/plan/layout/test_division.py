@@ -116,7 +116,7 @@ def test_microbatches_overlap_where_the_sums_of_shards_take_time():
     assert not plain.layout.overlaps
     assert "whose sums overlap with the computation of another microbatch" in found.reason
     best, second = found.candidates
-    assert best.division.text == "2 shards whose microbatches overlap"
+    assert best.division.description == "2 shards whose microbatches overlap"
     assert second.division == plain.candidates[0].division
     assert (
         best.tokens_per_second > 1.1 * second.tokens_per_second == 1.1 * plain.candidates[0].tokens_per_second
@@ -183,7 +183,7 @@ def test_idle_devices_count_as_idle():
 def test_flags_name_what_is_not_one():
     assert Division().flags == ""
     assert Division(shares=2, stages=4, capacity=1024).flags == "--gpus 2 --pipeline 4 --capacity 1024"
-    assert Division(replicas=2, shards=4).text == "2 replicas of 4 shards"
+    assert Division(replicas=2, shards=4).description == "2 replicas of 4 shards"
 
 
 def example(cluster, jobs=8, **flags):

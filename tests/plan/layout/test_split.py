@@ -72,7 +72,7 @@ def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000)
     held = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(held_out))
     shape = JobShape("a", 0, 0, trainable_parameters=trainable, max_sample_tokens=max((*lengths, *held_out)))
     batch = GlobalBatch("a", 1, samples, sum(lengths))
-    return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out=held)
+    return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out_samples=held)
 
 
 def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():

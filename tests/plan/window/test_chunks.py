@@ -109,7 +109,7 @@ def test_virtual_tokens_are_all_in_the_first_chunk():
 def test_chunks_are_not_padded_since_their_passes_are_not_captured():
     layout = pipeline_layout([LayerRange(n, n + 1, 4) for n in range(4)])
     pacing = Pacing((PACE,) * 4, min_chunk_rows=8)
-    program = plan_window([course("a", [[399] * 6])], layout, 512, ladder=True, pacing=pacing)
+    program = plan_window([course("a", [[399] * 6])], layout, 512, pads_to_ladder=True, pacing=pacing)
     assert program.has_chunks
     assert all(one.rows == one.tokens for one in program.microbatches if one.chunk)
 

@@ -141,7 +141,7 @@ class Rungs:
         """Record the total number of optimizer steps of a trial."""
         self._steps_by_trial[trial] = steps
 
-    def evaluate(self, trial: str, step: int, value: float | None) -> bool:
+    def record_metric(self, trial: str, step: int, value: float | None) -> bool:
         """Record the metric of a trial at a step. Return False if the step is not a rung of the trial or
         already has a value."""
         seen = self.values.setdefault(trial, {})

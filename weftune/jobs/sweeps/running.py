@@ -229,7 +229,7 @@ class RunningSweep:
             if trial.steps:
                 self.rungs.add_trial(trial.name, trial.steps)
             for step, value in trial.at_rungs.items():
-                self.rungs.evaluate(trial.name, int(step), value)
+                self.rungs.record_metric(trial.name, int(step), value)
             if trial.state in ("left", "failed", "finished"):
                 self._scores[trial.name] = trial.score, trial.score_step
         for decision in record.decisions:
@@ -347,7 +347,7 @@ class RunningSweep:
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
-        self.rungs.evaluate(name, step, None if has_collapsed else value)
+        self.rungs.record_metric(name, step, None if has_collapsed else value)
 
     def _trial_metric(
         self, loss: float | None, token_accuracy: float | None, metrics: Metrics

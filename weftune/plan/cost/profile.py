@@ -91,11 +91,11 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
         threads=threads,
         torch=metadata.version("torch"),
         bytes_per_value=shape.bytes_per_value,
-        base=digest(shape),
+        base=shape_hash(shape),
     )
 
 
-def digest(shape: ModelShape) -> str:
+def shape_hash(shape: ModelShape) -> str:
     """Return a hash of the sizes of a base. It does not depend on the names of the linears."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))

@@ -37,7 +37,7 @@ from weftune.plan.cost.profile_cost import (
 )
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
-from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
+from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search_divisions
 from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
 from weftune.plan.layout.offloaded import (
@@ -355,7 +355,7 @@ def _price_candidates(
     limits = workload.search_space(machine.division, machine.devices)
     fixed = (machine.shares, machine.replicas, machine.workers, machine.shards)
     devices = max(machine.devices, math.prod(max(1, number) for number in fixed))
-    return tuple(search(jobs, workload, limits, devices, build))
+    return tuple(search_divisions(jobs, workload, limits, devices, build))
 
 
 def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:

@@ -81,7 +81,7 @@ class Division:
         return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Description of the division for the user, such as `2 replicas of 4 shards`."""
         counts = (
             (self.shares, "shares"),
@@ -222,7 +222,7 @@ class Workload:
         )
 
 
-def search(
+def search_divisions(
     jobs: Sequence[JobShape],
     workload: Workload,
     space: DivisionSpace,

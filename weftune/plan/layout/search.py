@@ -68,7 +68,7 @@ class EvaluatedDraft:
         return self.seconds < other.seconds * CLOSE
 
 
-def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
+def search_layouts(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     """Return the fastest layout found for any of the streaming problems `cases`, with preference to earlier
     ones among equals. Return None if no layout fits in memory."""
     starts = _select_diverse([found for case in cases for found in _starting_drafts(case)])

@@ -29,7 +29,7 @@ class JobWork:
     """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
     """Number of remaining evaluations."""
-    held_out: tuple[PlacedSample, ...] = ()
+    held_out_samples: tuple[PlacedSample, ...] = ()
     """Held-out samples of each evaluation."""
 
 
@@ -60,7 +60,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
     step = sum(cost.pass_seconds(pass_work(one, met)) for one in trained) / max(1, len(job.batches))
-    evaluation = sum(cost.evaluation(pass_work(one, met)) for one in passes(0, job.held_out))
+    evaluation = sum(cost.evaluation(pass_work(one, met)) for one in passes(0, job.held_out_samples))
     return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 

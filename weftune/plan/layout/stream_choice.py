@@ -20,7 +20,7 @@ from weftune.plan.layout.search import (
     filled_drafts,
     fits_any,
     least_memory_drafts,
-    search,
+    search_layouts,
 )
 from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.program.layout import Layout, one_device_layout
@@ -132,7 +132,7 @@ def choose_stream(
         for state in states
     ]
     # The first draft for which no other is clearly faster is the simplest.
-    best = [found for cases in by_state if (found := search(cases))]
+    best = [found for cases in by_state if (found := search_layouts(cases))]
     least = min((found.seconds for found in best), default=0.0)
     chosen = next((found for found in best if (1 - MIN_GAIN) * found.seconds <= least), None)
     if chosen is None and waiting_jobs:
@@ -306,7 +306,7 @@ def choose_for_workers(
 
     tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
     cases = [case(jobs, capacity) for capacity in capacities(max_sample_tokens(jobs), max_tokens, tokens)]
-    found = search(case_with_later_jobs(one, later_jobs) for one in cases)
+    found = search_layouts(case_with_later_jobs(one, later_jobs) for one in cases)
     if found is None:
         least = cases[-1]
         tried = (least, *(case([job], job.max_sample_tokens) for job in later_jobs))

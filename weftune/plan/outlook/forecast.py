@@ -196,17 +196,17 @@ def _forecast_alternatives(
     return [alone_way, piped] if several else [alone_way]
 
 
-def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
-    """Return the forecast `part`, scaled to the number of tokens of the window `whole`."""
-    factor = whole.tokens / part.tokens
+def scale_to_window(forecast: Forecast, window_forecast: Forecast) -> Forecast:
+    """Return the forecast `forecast`, scaled to the number of tokens of the window `window_forecast`."""
+    factor = window_forecast.tokens / forecast.tokens
     return replace(
-        part,
-        seconds=factor * part.seconds,
-        busy_seconds=factor * part.busy_seconds,
-        sum_seconds=factor * part.sum_seconds,
-        steps=whole.steps,
-        tokens=whole.tokens,
-        microbatches=round(factor * part.microbatches),
+        forecast,
+        seconds=factor * forecast.seconds,
+        busy_seconds=factor * forecast.busy_seconds,
+        sum_seconds=factor * forecast.sum_seconds,
+        steps=window_forecast.steps,
+        tokens=window_forecast.tokens,
+        microbatches=round(factor * forecast.microbatches),
     )
 
 

@@ -128,9 +128,9 @@ class Layout:
         return WorkerLayout(self, worker)
 
 
-def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
+def one_device_layout(layers: int = 1, offloads_optimizer: bool = False) -> Layout:
     """Return a layout with the whole base as one resident stage on one device."""
-    return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=optimizer_offloaded)
+    return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=offloads_optimizer)
 
 
 def pipeline_layout(

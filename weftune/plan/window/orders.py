@@ -343,22 +343,22 @@ def _insert_steps(
 def insert_transfers(
     actions: Iterable[Action],
     stage_devices: Sequence[int],
-    arrived: Collection[Arrival] = (),
+    received_inputs: Collection[Arrival] = (),
 ) -> Iterable[Action]:
     """Yield the actions with a Recv before each pass whose input comes from another device, and a Send after
-    each pass whose output goes to another device. Inputs in `arrived` get no Recv, since they were received
-    in the previous window."""
+    each pass whose output goes to another device. Inputs in `received_inputs` get no Recv, since they were
+    received in the previous window."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                is_here = (number, stage, "activation") in arrived
+                is_here = (number, stage, "activation") in received_inputs
                 if stage > 0 and stage_devices[stage - 1] != stage_devices[stage] and not is_here:
                     yield Recv(number, stage, "activation", stage_devices[stage - 1])
                 yield action
                 if stage + 1 < len(stage_devices) and stage_devices[stage + 1] != stage_devices[stage]:
                     yield Send(number, stage + 1, "activation", stage_devices[stage + 1])
             case Backward(number, stage):
-                is_here = (number, stage, "gradient") in arrived
+                is_here = (number, stage, "gradient") in received_inputs
                 if (
                     stage + 1 < len(stage_devices)
                     and stage_devices[stage + 1] != stage_devices[stage]

@@ -26,9 +26,9 @@ from weftune.plan.program.program import (
 class _Pair:
     """Two neighbouring microbatches whose passes are made to overlap in a device's list of actions."""
 
-    first: int
-    second: int
-    between: tuple[Action, ...]
+    first_microbatch: int
+    second_microbatch: int
+    actions_between: tuple[Action, ...]
     """Actions between the passes of the two microbatches. They may also run after both."""
     stop: int
     """Index of the first action after the passes of both microbatches."""
@@ -46,7 +46,7 @@ def overlap_microbatches(program: Program, layers: int) -> Program:
             overlapped.append(actions[index])
             index += 1
         else:
-            overlapped += [*_alternate_halves(pair, half_layer_count), *pair.between]
+            overlapped += [*_alternate_halves(pair, half_layer_count), *pair.actions_between]
             index = pair.stop
     found = replace(program, devices=(tuple(overlapped),), half_layer_count=half_layer_count)
     return found if found.overlapped_microbatches else program
@@ -78,7 +78,7 @@ def _whole_pass(program: Program, actions: Sequence[Action], index: int) -> int 
 
 
 def _alternate_halves(pair: _Pair, half_layer_count: int) -> list[Action]:
-    both, order = (pair.first, pair.second), range(half_layer_count)
+    both, order = (pair.first_microbatch, pair.second_microbatch), range(half_layer_count)
     return [
         *(ForwardHalf(number, 0, half) for half in order for number in both),
         *(Forward(number) for number in both),

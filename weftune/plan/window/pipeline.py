@@ -356,11 +356,11 @@ class _WindowSearch:
             program = cut_program(program, prices)
         return Timed(program, window_seconds(program, prices))
 
-    def _keep_if_faster(self, found: Timed) -> bool:
+    def _keep_if_faster(self, candidate: Timed) -> bool:
         """Record a program as the best one if it is faster than all others so far. Return whether it is."""
-        is_faster = self._best is None or found.seconds < self._best.seconds
+        is_faster = self._best is None or candidate.seconds < self._best.seconds
         if is_faster:
-            self._best = found
+            self._best = candidate
         return is_faster
 
 
@@ -525,7 +525,7 @@ def divide_into_microbatches(
         tokens[progress.replica] += plan.tokens if progress.backwards < rules.stages else 0
     rounds = distribute_samples(_group_rounds(batches, groups, max_tokens), tokens)
     laid = [
-        merge(own, merging, before, move_samples=shift).microbatches
+        merge(own, merging, before, moves_samples=shift).microbatches
         for own, before in zip(rounds, previous, strict=True)
     ]
     starts = accumulate((len(one) for one in laid), initial=len(inherited.microbatches))

@@ -346,11 +346,11 @@ def used_hyperparameters(body: JobRequest, job: Mapping[str, Any]) -> UsedHyperp
     )
 
 
-def used_method(job: Mapping[str, Any], used: UsedHyperparameters) -> UsedMethod:
+def used_method(job: Mapping[str, Any], used_hyperparameters: UsedHyperparameters) -> UsedMethod:
     """Return the method in the form of OpenAI's API. Every preference objective is shown as dpo."""
     if job["objective"].get("kind", "sft") == "sft":
-        return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used))
-    return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used))
+        return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used_hyperparameters))
+    return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used_hyperparameters))
 
 
 def hide_paths(job: Mapping[str, Any]) -> dict[str, Any]:

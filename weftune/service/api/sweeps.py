@@ -202,17 +202,17 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
     return State.PAUSED if is_paused else State.QUEUED
 
 
-def _count_text(known: Sequence[JobRow], count: int) -> str:
+def _count_text(known_jobs: Sequence[JobRow], count: int) -> str:
     """Return a sentence that gives the number of trials in each state."""
-    left = sum(row.status.reason.startswith(LEFT) for row in known)
+    left = sum(row.status.reason.startswith(LEFT) for row in known_jobs)
     numbers = {
-        "train": sum(row.state is State.RUNNING for row in known),
-        "wait": count - len(known) + sum(row.state is State.QUEUED for row in known),
-        "are paused": sum(row.state is State.PAUSED for row in known),
-        "have finished": sum(row.state is State.SUCCEEDED for row in known),
+        "train": sum(row.state is State.RUNNING for row in known_jobs),
+        "wait": count - len(known_jobs) + sum(row.state is State.QUEUED for row in known_jobs),
+        "are paused": sum(row.state is State.PAUSED for row in known_jobs),
+        "have finished": sum(row.state is State.SUCCEEDED for row in known_jobs),
         "were dropped": left,
-        "were cancelled": sum(row.state is State.CANCELLED for row in known) - left,
-        "have failed": sum(row.state is State.FAILED for row in known),
+        "were cancelled": sum(row.state is State.CANCELLED for row in known_jobs) - left,
+        "have failed": sum(row.state is State.FAILED for row in known_jobs),
     }
     parts = [f"{number} {verb}" for verb, number in numbers.items() if number]
     return f"of {count} trials, {', '.join(parts)}"
