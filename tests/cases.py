@@ -76,9 +76,9 @@ def core_slowness() -> float:
 def processor_seconds(call: Callable[[], object]) -> float:
     """The seconds of processors that the call takes, with those of processes that end in it: what else runs
     on the machine does not count."""
-    before = sum(os.multiply_by()[:4])
+    before = sum(os.times()[:4])
     call()
-    return sum(os.multiply_by()[:4]) - before
+    return sum(os.times()[:4]) - before
 
 
 def call_side_by_side(calls: Iterable[Callable[[], object]]) -> None:

@@ -486,7 +486,7 @@ def arrange_buckets(fusion: Fusion, pipeline: PipelineCost) -> Bucketing:
 
 
 def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
-    stages = list(zip(*(pipeline.multiply_by(load) for load in groups), strict=True))
+    stages = list(zip(*(pipeline.times(load) for load in groups), strict=True))
     # Adapters of different groups may run fused only if no group holds several jobs.
     fused = all(len(load.jobs) == 1 for load in groups)
     return Bucket(

@@ -35,7 +35,7 @@ def test_a_pass_is_the_line_over_summed_tokens_plus_attentions_squares_over_the_
     both = GroupLoad(("a",), 10, 100, (one_adapter(0, 0, 1),)) + GroupLoad(
         ("b",), 4, 16, (one_adapter(0, 0, 1),)
     )
-    ((forward, _),) = PipelineCost((one,), 1).multiply_by(both)
+    ((forward, _),) = PipelineCost((one,), 1).times(both)
     assert forward.compute == pytest.approx((1.0 + 0.5 * 14 + 0.25 * 116) / 2)
 
 
@@ -58,7 +58,7 @@ def test_equal_stages_take_microbatches_plus_stages_less_one_paces():
 def test_the_slowest_stage_sets_the_pace_and_the_others_are_passed_once():
     slow = stage(backward=StagePass(Line(9.0, 0.0)))
     pipe = PipelineCost((stage(), slow, stage()), microbatches=5)
-    each = [one.compute + back.compute for one, back in pipe.multiply_by(load("a", 50, stages=3))]
+    each = [one.compute + back.compute for one, back in pipe.times(load("a", 50, stages=3))]
     assert pipe.first_seconds(load("a", 50, stages=3)) == pytest.approx(each[0] + each[2] + 5 * each[1])
 
 
@@ -73,7 +73,7 @@ def test_the_first_stage_holds_a_copy_for_every_stage_and_the_last_holds_one():
 
 def test_communication_counts_only_where_nothing_hides_it():
     one = stage(forward=StagePass(Line(1.0, 0.0), communication=Line(0.5, 0.01)))
-    ((forward, _),) = PipelineCost((one,), 1).multiply_by(load("a", 100, stages=1))
+    ((forward, _),) = PipelineCost((one,), 1).times(load("a", 100, stages=1))
     assert forward.compute == 1.0
     assert forward.unoverlapped_seconds == pytest.approx(2.5)
 
@@ -94,9 +94,7 @@ def test_a_group_is_never_slower_than_its_jobs_one_after_another_nor_faster_than
 def test_paces_are_the_compute_seconds_of_the_times(data):
     pipe = data.draw(pipelines())
     group = reduce(add, data.draw(loads(len(pipe.stages), 4)))
-    assert pipe.paces(group) == pytest.approx(
-        [one.compute + back.compute for one, back in pipe.multiply_by(group)]
-    )
+    assert pipe.paces(group) == pytest.approx([one.compute + back.compute for one, back in pipe.times(group)])
 
 
 def stage_seconds(jobs, pipe):

@@ -141,7 +141,7 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
         rebuilt.end_trial(name, ended.kind, ended.step)
     for name, seen in rungs.values.items():
         for step, value in seen.items():
-            rebuilt.evaluate(name, step, value)
+            rebuilt.record_metric(name, step, value)
     decide(rebuilt)
     assert [one.kept for one in rebuilt.decisions] == [one.kept for one in rungs.decisions]
 
