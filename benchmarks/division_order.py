@@ -246,17 +246,17 @@ def measure_model(
     for division in planner.divisions():
         cases = [case for case in setting.cases(model) if division.shares <= case.jobs]
         if not has_time():
-            left_out += [f"{case.name}: {division.text}" for case in cases]
+            left_out += [f"{case.name}: {division.description}" for case in cases]
             continue
         layout = planner.layout(cases[0], division)
         try:
             measured = measure_division(spec, layout, division, cases, setting)
         except (EOFError, TimeoutError) as error:
-            left_out.append(f"{model.name}: {division.text} ({error or 'a process ended'})")
+            left_out.append(f"{model.name}: {division.description} ({error or 'a process ended'})")
             continue
         for case, tokens_per_second in zip(cases, measured, strict=True):
             speed = DivisionSpeed(
-                division=division.text,
+                division=division.description,
                 complexity=division.complexity,
                 predicted=planner.predict(case, division),
                 measured=tokens_per_second,

@@ -130,7 +130,9 @@ def search(rungs: Rungs, train: Train) -> Found:
     scores: dict[str, float | None] = {}
     made = 0
     while not rungs.is_over():
-        for outcome in train({name: rungs.limit(name) for name in rungs.trials if name not in rungs.ended}):
+        for outcome in train(
+            {name: rungs.step_limit(name) for name in rungs.trials if name not in rungs.ended_trials}
+        ):
             made += outcome.made
             if outcome.end is not None:
                 rungs.end_trial(outcome.name, outcome.end, outcome.step)
@@ -138,7 +140,7 @@ def search(rungs: Rungs, train: Train) -> Found:
                 scores[outcome.name] = outcome.value
                 rungs.end_trial(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
-                rungs.evaluate(outcome.name, outcome.step, outcome.value)
+                rungs.record_metric(outcome.name, outcome.step, outcome.value)
         while pending := rungs.pending_decisions():
             for decision in pending:
                 rungs.apply_decision(decision)

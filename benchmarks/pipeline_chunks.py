@@ -167,7 +167,7 @@ def simulated(setting: Setting, paces: tuple[StagePace, ...], least: int) -> tup
     program = plan(setting, paces, least, 0)
     cluster = PricedCluster(setting.stages)
     timeline = simulate(program, pace_prices(program.microbatches, paces), cluster)
-    return 1 - mean(timeline.busy_shares()), timeline.makespan, program
+    return 1 - mean(timeline.busy_fractions()), timeline.makespan, program
 
 
 def plan(setting: Setting, paces: tuple[StagePace, ...], least: int, step: int) -> Program:
@@ -233,7 +233,7 @@ def run_case(pipeline: Driver, setting: Setting, cut: Cut, least: int) -> list[W
         for _ in pipeline.run(program, fetch, lambda: False):
             pass
         timeline = make_timeline(tuple(pipeline.reports))
-        found.append(Window(program, 1 - mean(timeline.busy_shares()), timeline.makespan))
+        found.append(Window(program, 1 - mean(timeline.busy_fractions()), timeline.makespan))
     pipeline.detach(JOB)
     return found
 

@@ -93,7 +93,7 @@ def steady(
     spans = [
         timeline.span_between_steps(device, "job0", region.first, region.last) for device in range(devices)
     ]
-    return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
+    return [1 - timeline.busy_fraction(device, span) for device, span in enumerate(spans)]
 
 
 def deviation(found: list[float], formula: float) -> float:

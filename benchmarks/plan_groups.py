@@ -45,7 +45,7 @@ from weftune.jobs.courses import Curriculum
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
 from weftune.plan.cost.memory import SPARE
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import MAX_TOKENS, MIN_ROWS, WINDOW_ROUNDS
 from weftune.plan.layout.foresee import StageTimes
@@ -137,7 +137,7 @@ class Setting:
         cluster = parse_cluster(self.cluster)
         flops = self.flops or data_sheet_speed(cluster.devices[0]).flops
         output_bytes = self.shape.hidden * self.shape.bytes_per_value
-        terms, link = counted_terms(self.shape).times(1 / flops), None if self.flops else cluster.link
+        terms, link = flop_terms(self.shape).multiply_by(1 / flops), None if self.flops else cluster.link
         return StageTimes(self.shape.layers, terms, Rate(), link, output_bytes)
 
 

@@ -84,7 +84,7 @@ def timeline(program: Program) -> Timeline:
 def idle_between(timelines: Sequence[Timeline]) -> float:
     """Return the share of all devices' time in which they do not compute, in windows one after another."""
     seconds = sum(one.makespan for one in timelines)
-    busy = sum(one.makespan * sum(one.busy_shares()) / one.devices for one in timelines)
+    busy = sum(one.makespan * sum(one.busy_fractions()) / one.devices for one in timelines)
     return 1 - busy / seconds
 
 

@@ -247,7 +247,7 @@ def merging(batches: int) -> list[dict[str, int]]:
     found = []
     for stages in (1, 2, 4, 8):
         rules = MergeRules(8192, stages)
-        plain, merged = merge(rounds, rules, move_samples=False), merge(rounds, rules)
+        plain, merged = merge(rounds, rules, moves_samples=False), merge(rounds, rules)
         found.append(
             {
                 "stages": stages,

@@ -387,8 +387,8 @@ class Rounds:
         price = PassPrice(
             forward.computed_seconds(half_layers) + half_layers * one_sum + seconds_of(Forward) + ends,
             backward.computed_seconds(half_layers) + half_layers * one_sum + seconds_of(Backward),
-            forward_sums=half_layers * one_sum + ends,
-            backward_sums=half_layers * one_sum,
+            forward_sum_seconds=half_layers * one_sum + ends,
+            backward_sum_seconds=half_layers * one_sum,
             forward_half=forward,
             backward_half=backward,
         )

@@ -1,7 +1,7 @@
 """Structure and language of the package in numbers: `python -m tests.house`.
 
 A floor is a room (a folder of the package) together with all that it stands on: the highest one is the length
-of the longest chain of rooms that import one another. A circle is a set of modules that import one another,
+of the longest chain of rooms that import one another. A cycle is a set of modules that import one another,
 imports inside functions included, those for annotations alone not. A fragment is a docstring that begins in
 the middle of a sentence.
 
@@ -41,7 +41,7 @@ class House:
     root_modules: tuple[str, ...]
     largest_room: tuple[str, int]
     floors: int
-    circles: tuple[tuple[str, ...], ...]
+    cycles: tuple[tuple[str, ...], ...]
     names_twice: tuple[str, ...]
     docstrings: int
     fragments: tuple[str, ...]
@@ -65,7 +65,7 @@ class House:
                 f"| modules at the root | {len(self.root_modules)} ({', '.join(self.root_modules)}) |",
                 f"| the largest room | {room}, {count} files |",
                 f"| floors | {self.floors} |",
-                f"| circles | {len(self.circles)} |",
+                f"| cycles | {len(self.cycles)} |",
                 f"| class names that occur twice | {len(self.names_twice)} |",
                 f"| docstrings that begin as a fragment | {len(self.fragments)} of {self.docstrings:,} |",
                 f"| vague names of parameters, fields and functions | {self.vague_names} |",
@@ -113,7 +113,7 @@ def survey() -> House:
         root_modules=tuple(path.stem for path in sources() if path.parent == ROOT),
         largest_room=rooms.most_common(1)[0],
         floors=floors(imports),
-        circles=tuple(circles(imports)),
+        cycles=tuple(cycles(imports)),
         names_twice=tuple(sorted(name for name, count in classes.items() if count > 1)),
         docstrings=len(written),
         fragments=tuple(
@@ -255,7 +255,7 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def circles(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
+def cycles(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
     """Yield Tarjan's strongly connected components of more than one module."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}

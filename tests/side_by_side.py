@@ -149,7 +149,7 @@ def compile_pages_once(patch: pytest.MonkeyPatch) -> None:
     """Every run ends with a page, and the compilation of its template would be half of a run of one step."""
     from jinja2 import Environment, UndefinedError
 
-    from weftune.report.template import render
+    from weftune.report.template import render_template
 
     compile_source, compiled = Environment.compile, {}
 
@@ -163,7 +163,7 @@ def compile_pages_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Environment, "compile", compile_once)
     with suppress(UndefinedError):
-        render("page.html.jinja", {}, {})
+        render_template("page.html.jinja", {}, {})
 
 
 def build_commands_once(patch: pytest.MonkeyPatch, app: Any) -> None:

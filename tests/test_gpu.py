@@ -116,7 +116,9 @@ def trained(
     for step in range(0, rounds, 2):
         alive = [one for one in jobs if one.name not in failed]
         courses = [one.job_window(step, 2, False) for one in alive]
-        program = plan_window(courses, one_device_layout(), capacity, ladder=True, recompute=recompute)
+        program = plan_window(
+            courses, one_device_layout(), capacity, pads_to_ladder=True, recompute=recompute
+        )
         for event in executors.run_program(executor, program, jobs):
             if isinstance(event, Failed):
                 failed[event.job] = event.reason

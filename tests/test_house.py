@@ -1,15 +1,15 @@
-"""The house stays as it was rebuilt: few modules at the root, no circles, names that one search finds."""
+"""The house stays as it was rebuilt: few modules at the root, no cycles, names that one search finds."""
 
 import ast
 from pathlib import Path
 
-from tests.house import circles, every_node, imported, survey, trees
+from tests.house import cycles, every_node, imported, survey, trees
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_no_modules_import_one_another_in_a_circle():
-    assert survey().circles == ()
+def test_no_modules_import_one_another_in_a_cycle():
+    assert survey().cycles == ()
 
 
 def test_the_root_holds_the_package_its_command_and_its_errors_only():
@@ -27,10 +27,8 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
     assert survey().fragments == ()
 
 
-def test_a_circle_is_found():
-    assert [set(one) for one in circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [
-        {"a", "b", "c"}
-    ]
+def test_a_cycle_is_found():
+    assert [set(one) for one in cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [{"a", "b", "c"}]
 
 
 def test_imports_inside_functions_count_and_those_for_annotations_do_not():

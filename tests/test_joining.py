@@ -207,7 +207,7 @@ def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times)
             if len(joined) == times:
                 trainer.cancel("anchor")
             return
-        if not joined or trainer.loop.store.job(joined[-1]).state.ended:
+        if not joined or trainer.loop.store.job(joined[-1]).state.has_ended:
             if len(joined) in (times // 5, times - 1):
                 # What is written or deleted beside training has files open.
                 for name in ("anchor", *joined):

@@ -56,7 +56,7 @@ def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2), layout=ONE):
     for step in rounds:
         failed = {event.job for event in events if isinstance(event, Failed)}
         courses = [job.job_window(step, 2, False) for job in jobs if job.name not in failed]
-        program = plan_window(courses, layout, CAPACITY, ladder=ladder)
+        program = plan_window(courses, layout, CAPACITY, pads_to_ladder=ladder)
         events += executors.run_program(executor, program, jobs)
     return events
 
@@ -127,7 +127,7 @@ def test_every_vector_has_the_bits_of_state_on_the_device_however_long_steps_lin
 
 def test_in_two_groups_no_pass_overtakes_a_step_either(base):
     """By a run's own plan: the Steps of one group linger while the other passes."""
-    found, layout = [], one_device_layout(base.shape.layers, optimizer_offloaded=True)
+    found, layout = [], one_device_layout(base.shape.layers, offloads_optimizer=True)
     for make in (update, lingering):
         executor = executor_of(base, graphs=False, apply_updates=make)
         if make is lingering:

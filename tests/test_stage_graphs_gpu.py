@@ -47,7 +47,7 @@ def went_round(captured):
     jobs = [ready(stages[0].base, f"job{index}", index) for index in range(2)]
     by_name = {job.name: job for job in jobs}
     courses = [job.job_window(0, 3, False) for job in jobs]
-    plans = plan_window(courses, one_device_layout(), 256, ladder=True).microbatches[:IN_FLIGHT]
+    plans = plan_window(courses, one_device_layout(), 256, pads_to_ladder=True).microbatches[:IN_FLIGHT]
     rows = [
         executors.in_flight(to_device_microbatch(collate_plan(plan, Forward, by_name), plan.rows, device))
         for plan in plans

@@ -297,7 +297,7 @@ def even(base, name, index):
 
 
 def level(cut):
-    return lambda courses: plan_window(courses, cut, CAPACITY, ladder=True)
+    return lambda courses: plan_window(courses, cut, CAPACITY, pads_to_ladder=True)
 
 
 def test_a_base_in_its_files_is_captured_while_a_thread_reads_it(stored):

@@ -103,7 +103,7 @@ def pack_scheme(
             ]
             rounds += [samples] if samples else []
     rules = MergeRules(max_rows, len(placement.stages), limits=scheme.limits)
-    merged = merge(rounds, rules, move_samples=scheme.moves_samples)
+    merged = merge(rounds, rules, moves_samples=scheme.moves_samples)
     work = cut_long_samples(_work(merged, jobs, placement.capacity), max_rows)
     return PricedWork(work, price_rows([_rows(one) for one in work.microbatches], jobs, placement))
 
@@ -330,7 +330,7 @@ def simulate_program(
         steps=max(len(job.batches) for job in jobs),
         tokens=sum(map(sum, (batch for job in jobs for batch in job.batches))),
         microbatches=sum(bool(one.segments) for one in program.microbatches),
-        busy_seconds=sum(timeline.busy_shares()) * timeline.makespan,
+        busy_seconds=sum(timeline.busy_fractions()) * timeline.makespan,
         devices=timeline.devices,
         peaks=peaks,
         fits=all(peak + placement.other_bytes <= budget for peak, budget in rooms),

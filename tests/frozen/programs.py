@@ -82,7 +82,7 @@ def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
         kept = Layout(cut, (slots,))
         yield f"streamed {seed}, {slots} slots", lambda kept=kept: plan_window(made, kept, 48)
     away = Layout(cut, (2,), adapters_travel=True, offloaded_rows=64)
-    yield f"streamed {seed}, offloaded", lambda: plan_window(made, away, 48, ladder=True)
+    yield f"streamed {seed}, offloaded", lambda: plan_window(made, away, 48, pads_to_ladder=True)
     yield f"streamed {seed}, job0 dead", lambda: plan_window(made, away, 48).without("job0")
 
 

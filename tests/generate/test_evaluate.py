@@ -136,7 +136,7 @@ def test_exact_match_is_1_for_the_adapter_that_gives_the_expected_answers_and_0_
         "job1": 1.0,
         "job2": 0.0,
     }
-    assert found.best("exact_match") == "job1"
+    assert found.best_adapter("exact_match") == "job1"
     for prompt, row in zip(prompts, found.answers, strict=True):
         assert row.prompt == ({"role": "user", "content": prompt},)
         assert row.answers["job2"] == spoken_by_peft(base, adapters["job2"], prompt)
@@ -288,7 +288,7 @@ def test_rewards_of_pairs_are_those_that_training_reported(tmp_path: Path) -> No
         assert len({scores(found)[name]["rewards/margins"] for name in cases}) == 3
         if with_base:
             assert [scores(found)["base"][metric] for metric in REWARDS] == [None, None]
-    assert found.best("rewards/margins") in cases
+    assert found.best_adapter("rewards/margins") in cases
 
 
 def test_samples_of_all_adapters_share_passes_and_a_long_one_has_its_own(tmp_path: Path) -> None:

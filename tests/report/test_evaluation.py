@@ -39,12 +39,16 @@ def test_the_best_is_first_and_what_has_no_value_is_last() -> None:
     assert [one.adapter for one in found.rank_results("loss")] == ["none", "tied", "good", "broken"]
     assert [one.adapter for one in found.rank_results("exact_match")] == ["tied", "good", "broken", "none"]
     assert [one.adapter for one in found.rank_results("mine")] == ["broken", "good", "none", "tied"]
-    assert (found.best("loss"), found.best("exact_match"), found.best("mine")) == ("none", "tied", "broken")
+    assert (found.best_adapter("loss"), found.best_adapter("exact_match"), found.best_adapter("mine")) == (
+        "none",
+        "tied",
+        "broken",
+    )
 
 
 def test_without_two_values_nothing_is_called_best() -> None:
-    assert evaluation(scored("alone", 1.0, 1.0)).best("loss") is None
-    assert evaluation(scored("a", 1.0, 1.0), scored("b", 2.0, None)).best("exact_match") is None
+    assert evaluation(scored("alone", 1.0, 1.0)).best_adapter("loss") is None
+    assert evaluation(scored("a", 1.0, 1.0), scored("b", 2.0, None)).best_adapter("exact_match") is None
 
 
 def test_the_page_shows_the_first_rows_and_says_so() -> None:

@@ -71,7 +71,7 @@ def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest(
     values: list[float], is_log: bool
 ) -> None:
     axis = value_axis("loss", values)
-    assert axis.log is is_log
+    assert axis.is_log is is_log
     assert axis.min_value <= min(values) <= max(values) <= axis.max_value
     places = sorted(axis.position(value) for value in values)
     if is_log:

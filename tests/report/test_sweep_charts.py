@@ -121,7 +121,7 @@ def test_losses_that_fall_far_from_rung_to_rung_are_all_drawn_on_a_logarithmic_a
     ]
     chart = charts(replace(record, trials=tuple(trials)))["learning_rate"]
     axis = chart.y
-    assert axis.log
+    assert axis.is_log
     assert all(
         axis.min_value < (point.y or 0) < axis.max_value for one in chart.series for point in one.points
     )

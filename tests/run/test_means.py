@@ -60,9 +60,7 @@ def executor_of(layout, dtype=torch.float64):
         return streamed("llama", dtype, travelling(held) if "travel" in layout else held)
     offloaded = layout == "optimizer offloaded"
     base = whole_base("llama", dtype)
-    return resident_executor(
-        base, part=one_device_layout(LAYERS, optimizer_offloaded=offloaded).for_worker(0)
-    )
+    return resident_executor(base, part=one_device_layout(LAYERS, offloads_optimizer=offloaded).for_worker(0))
 
 
 def plan(executor, jobs, rounds, begins=()):

@@ -32,7 +32,7 @@ from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch, new_training
 from weftune.run.training.steps import StepRequest
 
-OFFLOADED = one_device_layout(LAYERS, optimizer_offloaded=True)
+OFFLOADED = one_device_layout(LAYERS, offloads_optimizer=True)
 LAYOUTS = (one_device_layout(LAYERS), OFFLOADED)
 STATE = ("master", "exp_avg", "exp_avg_sq", "weights")
 

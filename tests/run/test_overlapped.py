@@ -15,7 +15,7 @@ from weftune.run.assemble import resident_executor
 
 def overlapped(program):
     found = overlap_microbatches(program, LAYERS)
-    assert found.overlapped
+    assert found.overlapped_microbatches
     return found
 
 

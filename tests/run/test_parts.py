@@ -85,7 +85,7 @@ def test_one_worker_whose_base_stays():
 
 def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
     base = whole_base("llama", torch.float32)
-    cut = one_device_layout(LAYERS, optimizer_offloaded=True)
+    cut = one_device_layout(LAYERS, offloads_optimizer=True)
     executor = resident_executor(base, part=cut.for_worker(0))
     assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, OffloadedOptimizer, Alone)
     jobs = evaluated_jobs(base)

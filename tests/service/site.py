@@ -167,7 +167,7 @@ class Site:
         changed = replace(row, status=replace(row.status, state=state, reason=reason), **values)
         if state is State.RUNNING:
             changed = replace(changed, started_at=changed.started_at or now)
-        if state.ended:
+        if state.has_ended:
             changed = replace(changed, finished_at=now, estimated_finish=None)
         transition = Transition(job=id, at=now, old=row.state, new=state, reason=reason)
         self.training.write(Changes(jobs=[changed], transitions=[transition]))

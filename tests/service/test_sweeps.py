@@ -59,7 +59,7 @@ class Sweeping(Serving):
         return found
 
     def until_all_ended(self, trials: list[str], restart: bool = False) -> None:
-        self.until(lambda: all((state := self.state(one)) and state.ended for one in trials), restart)
+        self.until(lambda: all((state := self.state(one)) and state.has_ended for one in trials), restart)
 
     def until_decided(self, sweep: str) -> SweepRecord:
         """Wait until the end of the sweep is recorded."""
@@ -218,7 +218,7 @@ def test_trials_count_for_the_quota_of_their_tenant(tmp_path):
         serving.start()
         sweep, trials = serving.sweep()
         most = 0
-        while not all((state := serving.state(one)) and state.ended for one in trials):
+        while not all((state := serving.state(one)) and state.has_ended for one in trials):
             most = max(most, list(map(serving.state, trials)).count(State.RUNNING))
             time.sleep(0.02)
         assert 0 < most <= 2

@@ -126,7 +126,9 @@ class AttachedJobs:
             count = len(stock.samples)
             stock.samples.references = np.full(count, np.nan)
             scored = stock.batch_samples(0, count)
-            windows.append(JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored=scored))
+            windows.append(
+                JobWindow(job, stock.step, (), (), frozenset(), frozenset(), scored_samples=scored)
+            )
         return self.run(self._plan_window(windows, capacity))
 
     def _plan_window(self, job_windows: Sequence[JobWindow], capacity: int) -> Program:

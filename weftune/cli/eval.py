@@ -128,7 +128,7 @@ def score_table(evaluation: Evaluation, metric: str) -> Table:
 
     from weftune.report.evaluation import metric_title, score_text
 
-    best = evaluation.best(metric)
+    best = evaluation.best_adapter(metric)
     table = Table("adapter")
     for name in evaluation.results[0].scores:
         table.add_column(Text(metric_title(name), style="bold" if name == metric else ""), justify="right")

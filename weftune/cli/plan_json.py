@@ -42,7 +42,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         "forecast": _forecast_numbers(plan.forecast),
         "alternatives": [_forecast_numbers(one) for one in outlook.alternatives],
         "waiting": dict(plan.admission.wait_reasons),
-        "too_large": dict(plan.admission.too_large),
+        "too_large": dict(plan.admission.misfit_reasons),
         "ablations": [
             {
                 "mechanism": row.mechanism,
@@ -61,7 +61,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
             "budget_bytes": run.budget_bytes,
             "jobs": {
                 name: {"steps": totals[name].steps, "ends": ends, "state_bytes": totals[name].state_bytes}
-                for name, ends in run.ends.items()
+                for name, ends in run.end_seconds.items()
             },
         },
         "first_window": plan.window.numbers,

@@ -22,8 +22,8 @@ from weftune.plan.layout.choose import (
     LayoutChoice,
     choose_layout,
 )
-from weftune.plan.outlook.ablate import ablate, compare
-from weftune.plan.outlook.explain import explain, explain_streamed_plan
+from weftune.plan.outlook.ablate import ablate, compare_forecasts
+from weftune.plan.outlook.explain import explain_resident_plan, explain_streamed_plan
 from weftune.plan.outlook.first_window import FirstWindow, first_window
 from weftune.plan.outlook.forecast import (
     Ablation,
@@ -109,7 +109,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations
             pairs = zip(shares.shares, shares.parts, strict=True)
             later = [[name for name in one.jobs if name not in part.window.shapes] for one, part in pairs]
             run = _predict_whole_run(case, shares.parts, later)
-        sentences = explain(outlook, source) if needs_sentences else []
+        sentences = explain_resident_plan(outlook, source) if needs_sentences else []
         ablations = _ablations(case, outlook) if includes_ablations else ()
     return Plan(
         case=case,
@@ -184,7 +184,7 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
         with suppress(PlanError):
             choice = choose_layout(case.shape, jobs, own)
             other = _predict_outlook(case, choice, admit_first_jobs(jobs, choice))
-            row = compare(prediction, mechanism, f"{own.workers} stages instead", other.forecast)
+            row = compare_forecasts(prediction, mechanism, f"{own.workers} stages instead", other.forecast)
             rows.append(replace(row, options={"pipeline": own.workers, mechanism: 1}))
     return tuple(rows)
 

@@ -45,13 +45,15 @@ def _show_plan_of_run(console: Console, plan: Plan) -> None:
     if any(one.has_halving for one in case.sweeps):
         whole += " if no trial leaves early"
     console.print(
-        f"{count_noun(len(run.ends), 'job')} on {case.cluster.name}: {least}{format_span(run.seconds)} for "
-        f"{whole}, and a peak of {format_bytes(run.need_bytes)} of the {format_bytes(run.budget_bytes)} "
-        f"available on each device. Times are {plan.source}.",
+        f"{count_noun(len(run.end_seconds), 'job')} on {case.cluster.name}: {least}"
+        f"{format_span(run.seconds)} for {whole}, and a peak of {format_bytes(run.need_bytes)} of the "
+        f"{format_bytes(run.budget_bytes)} available on each device. Times are {plan.source}.",
         highlight=False,
     )
     trials = {name for one in case.sweeps for name in one.known_trials}
-    if others := {name: total for name, total in totals.items() if name in run.ends and name not in trials}:
+    if others := {
+        name: total for name, total in totals.items() if name in run.end_seconds and name not in trials
+    }:
         console.print(run_table(run, others))
     show_sweeps(console, run, case.sweeps, totals)
     if plan.shares is not None and any(one.has_halving for one in case.sweeps):
@@ -81,9 +83,11 @@ def run_table(
     for title in ("steps", "ends after", "own memory"):
         table.add_column(title, justify="right")
     for name, total in job_totals.items():
-        if name in run.ends:
+        if name in run.end_seconds:
             steps = f"{'≥ ' if total.is_lower_bound else ''}{total.steps:,}"
-            table.add_row(Text(name), steps, format_span(run.ends[name]), format_bytes(total.state_bytes))
+            table.add_row(
+                Text(name), steps, format_span(run.end_seconds[name]), format_bytes(total.state_bytes)
+            )
     return table
 
 
@@ -221,7 +225,7 @@ def _show_waiting_jobs(console: Console, plan: Plan) -> None:
         if waiting := [name for name in admission.wait_reasons if trials.get(name) == sweep.name]:
             count = count_noun(len(waiting), "trial")
             console.print(f"{count} of {sweep.name} wait until seats become free.", markup=False)
-    for name, reason in admission.too_large.items():
+    for name, reason in admission.misfit_reasons.items():
         console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
 
 

@@ -49,7 +49,7 @@ def submit_jobs(client: ServiceClient, jobs: Path) -> None:
 
 
 def list_jobs(client: ServiceClient) -> None:
-    for job in client.list("/v1/fine_tuning/jobs"):
+    for job in client.list_items("/v1/fine_tuning/jobs"):
         typer.echo(summary_line(job))
 
 
@@ -88,7 +88,7 @@ def print_logs(client: ServiceClient, name: str, keeps_following: bool) -> None:
 
 
 def change_job(client: ServiceClient, name: str, verb: str) -> None:
-    typer.echo(summary_line(client.change(client.job(name)["id"], verb)))
+    typer.echo(summary_line(client.change_job(client.job(name)["id"], verb)))
 
 
 def change_priority(client: ServiceClient, name: str, priority: int) -> None:

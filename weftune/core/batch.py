@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 OWN_ADAPTER = ""
-"""Name in place of which the adapter of the job that a segment's rows belong to is used."""
+"""Placeholder for the name of an adapter: rows use the adapter of the job that they belong to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_COUNT = 10**12
-"""Maximum number of steps or tokens in a spec: larger than any real number of them, but still exact as a
-float."""
+"""Maximum number of steps or tokens in a spec. It is larger than any real number of steps or tokens, but
+still exact as a float."""
 MAX_SHOWN = 40
 
 
@@ -22,11 +22,11 @@ class Bound:
     above: float = -math.inf
     below: float = math.inf
     at_most: float = math.inf
-    share: bool = False
+    allows_fraction: bool = False
     """Whether a value below 1 means a fraction of the job's steps and any other value a number of steps."""
     meaning: str = ""
     """Meaning of the number, for error messages. Empty if the name of its key says enough."""
-    whole: bool = False
+    is_integer: bool = False
     allows_none: bool = False
 
     def fault(self, value: Any) -> str | None:
@@ -35,10 +35,10 @@ class Bound:
             return None
         got = format_value(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"must be a {'whole ' if self.whole else ''}number, got {got}"
+            return f"must be a {'whole ' if self.is_integer else ''}number, got {got}"
         if not _is_finite(value):
             return f"must be a finite number, got {got}"
-        if self.whole and not isinstance(value, int):
+        if self.is_integer and not isinstance(value, int):
             return f"must be a whole number, got {got}"
         if value < self.at_least:
             return f"must be at least {self.at_least:g}, got {got}"
@@ -49,7 +49,7 @@ class Bound:
             return f"must be below {self.below:g}{meaning}, got {got}"
         if value > self.at_most:
             return f"must be at most {self.at_most:.12g}, got {got}"
-        if self.share and value > 1 and value != int(value):
+        if self.allows_fraction and value > 1 and value != int(value):
             return f"must be below 1 (a share of the run) or a whole number of steps, got {got}"
         return None
 
@@ -57,7 +57,7 @@ class Bound:
 SIZE = Bound(at_least=1, at_most=65536)
 """Range of ranks, widths and numbers of virtual tokens."""
 SEED = Bound(at_least=0, at_most=2**63 - 1)
-RUN_SHARE = Bound(above=0, at_most=MAX_COUNT, share=True)
+RUN_SHARE = Bound(above=0, at_most=MAX_COUNT, allows_fraction=True)
 
 
 def _is_finite(value: float) -> bool:

@@ -73,7 +73,7 @@ class PhaseClock:
             self._add_elapsed_time()
             self._open.append(phase)
 
-    def leave(self) -> None:
+    def leave_phase(self) -> None:
         with self._lock:
             self._add_elapsed_time()
             self._open.pop()
@@ -141,7 +141,7 @@ def phase(name: Phase) -> Iterator[None]:
     try:
         yield
     finally:
-        clock.leave()
+        clock.leave_phase()
 
 
 @contextmanager

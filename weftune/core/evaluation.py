@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "exact_match": "higher"}
-"""Maps each metric to whether lower or higher values are better. For the user's own metric, higher values are
-better."""
+"""Maps each metric to the string that says whether lower or higher values are better. For the user's own
+metric, higher values are better."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
 """Metrics of preference pairs, computed with the base alone as reference policy. Higher values are better."""
@@ -65,7 +65,7 @@ class Evaluation:
             self.results, key=lambda one: (_sort_key(metric, one.scores), _sort_key("loss", one.scores))
         )
 
-    def best(self, metric: str) -> str | None:
+    def best_adapter(self, metric: str) -> str | None:
         """Return the name of the adapter with the best value of a metric, or None if fewer than two adapters
         have a value."""
         first = self.rank_results(metric)[:2]

@@ -39,8 +39,8 @@ class StopRequest:
 def handle_interrupts(
     on_first_signal: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
 ) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether one of the signals has requested a stop. Outside the main thread,
-    which alone can receive signals, it always returns False."""
+    """Return a context manager that yields a function, which returns whether one of the signals has requested
+    a stop. Outside the main thread, which alone can receive signals, the function always returns False."""
     requested, reported = threading.Event(), threading.Event()
 
     def handle(_: int, __: FrameType | None) -> None:

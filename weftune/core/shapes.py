@@ -264,7 +264,7 @@ class JobShape:
     copied_values: int = 0
     """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
     the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
-    mean_vectors: int = 0
+    mean_weight_count: int = 0
     """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial whose
     rungs evaluate the mean of its weights, otherwise 0."""
     answer_positions: int = 0
@@ -278,7 +278,7 @@ class JobShape:
 
     def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
         """Return the number of values in a stage of the weight averages that the job keeps."""
-        return self.mean_vectors and self.mean_vectors * self.parameters_in_layers(layer_range)
+        return self.mean_weight_count and self.mean_weight_count * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
         """Return the number of adapter parameters in a stage. Parameters outside the layers are counted in

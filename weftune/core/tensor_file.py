@@ -64,8 +64,8 @@ def _write_whole_piece(file: io.FileIO, piece: Piece) -> None:
 
 
 def _join_small_pieces(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Join small pieces of a file. The reason is that a thread releases the interpreter lock at every write,
-    and acquiring it again takes longer than copying a matrix of an adapter."""
+    """Join small pieces of a file. This saves time, because a thread releases the interpreter lock at every
+    write, and acquiring it again takes longer than copying a matrix of an adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -46,10 +46,12 @@ left operand has only a part of each row."""
 
 @runtime_checkable
 class CodedWeight(Protocol):
-    """A frozen weight W = codes · scale per output, multiplied as stored.
+    """A frozen weight W = codes · scale, with a scale per output, which is multiplied without being
+    dequantised.
 
-    In xWᵀ the scales are applied after the sum; in dyW they are multiplied into dy before it. The tensor
-    cores read both operands along the summed dimension, so the codes are stored in both orders.
+    In the forward xWᵀ, the scales are applied after the sum; in the backward dyW, the output's gradient dy is
+    multiplied by them before the sum. The tensor cores read both operands along the summed dimension, so the
+    codes are stored in both orders.
     """
 
     def codes(self) -> Tensor:
@@ -66,13 +68,13 @@ class CodedWeight(Protocol):
 
     @property
     def input_maxima(self) -> WholeMaxima | None:
-        """Function that returns the maxima of whole rows of x, given those of this shard. None if the weight
-        has all inputs."""
+        """Function that returns the maxima of whole rows of the input, given those of this shard. None if the
+        weight has all inputs."""
 
     @property
     def output_maxima(self) -> WholeMaxima | None:
-        """Function that returns the maxima of whole rows of dy, given those of this shard. None if the weight
-        has all outputs."""
+        """Function that returns the maxima of whole rows of the output's gradient, given those of this shard.
+        None if the weight has all outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def quantise_rows(
     x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round rows to 8-bit floats: return (codes_TM, scale_T) such that x ⊙ scale_M ≈ codes · scale. The
-    largest code of each row is `LARGEST`. `whole_maxima` is given if x has only a part of each row."""
+    """Round rows to 8-bit floats: return (codes_TM, scale_T) such that x_TM ⊙ scale_M ≈ codes_TM ⊙ scale_T.
+    The largest code of each row is `LARGEST`. `whole_maxima` is given if x has only a part of each row."""
     x_TM = x_TM.to(accumulation_dtype(x_TM.dtype))
     if scale_M is not None:
         x_TM = x_TM * scale_M
@@ -213,7 +215,8 @@ Weight = Tensor | FrozenWeight
 
 @runtime_checkable
 class WeightHolder(Protocol):
-    """A linear whose weight is not stored as a matrix."""
+    """A linear of the base with the method `frozen_weight`, since its weight is not a plain matrix but, for
+    example, quantised."""
 
     def frozen_weight(self) -> FrozenWeight: ...
 
@@ -293,7 +296,7 @@ def stack_weights(weights: Sequence[Weight], outputs: Sequence[int]) -> StackedW
 
 
 def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
-    """Return xWᵀ + b for a frozen weight W."""
+    """Return xWᵀ + b for inputs x, a frozen weight W and an optional bias b."""
     if isinstance(weight, Tensor):
         return linear(x_TK, weight, bias_N)
     if not is_coded(weight):
@@ -304,8 +307,8 @@ def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tenso
 
 
 def quantised_product(x_TK: Tensor, weight: CodedWeight, dtype: torch.dtype) -> Tensor:
-    """Return xWᵀ for a weight in 8-bit floats, rounded to the dtype. Forward and backward multiply 8-bit
-    floats, and the weight gets no gradient."""
+    """Return xWᵀ for inputs x and a weight W in 8-bit floats, rounded to the dtype. Forward and backward
+    multiply 8-bit floats, and the weight gets no gradient."""
     product: Tensor
     if x_TK.ndim == 2:
         # Never a view, since callers add to the result in place.
@@ -335,7 +338,8 @@ class _CodedProduct(torch.autograd.Function):
 def frozen_product_by(
     multiply: Callable[..., Tensor], x_TK: Tensor, weight: Weight, bias_N: Tensor | None
 ) -> Tensor:
-    """Return xWᵀ + b, computed by the function `multiply`. The weight gets no gradient."""
+    """Return xWᵀ + b for inputs x, a frozen weight W and an optional bias b, computed by the function
+    `multiply`. The weight gets no gradient."""
     product: Tensor = _Product.apply(x_TK, weight, bias_N, multiply)
     return product
 
@@ -370,7 +374,8 @@ def stored_bytes(weight: Weight) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer: logits = softcap · tanh((hWᵀ + b) · multiplier / softcap), each part optional."""
+    """The output layer: logits = softcap · tanh((hWᵀ + b) · multiplier / softcap) for hidden states h and
+    weight W. The bias b, the multiplier and the softcap are optional."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -395,8 +400,8 @@ class Head:
 
 
 def float_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Return xWᵀ + b in at least float32. On NVIDIA GPUs the result is not rounded to half precision, in
-    which neighbouring values near 20 differ by 0.125."""
+    """Return xWᵀ + b for inputs x, weight W and bias b in at least float32. On NVIDIA GPUs the result is not
+    rounded to half precision, in which neighbouring values near 20 differ by 0.125."""
     if x_TK.dtype not in (torch.bfloat16, torch.float16):
         return linear(x_TK, weight_NK, bias_N)
     if x_TK.device.type not in ("cuda", "meta") or torch.version.hip is not None:

@@ -61,11 +61,17 @@ class Curriculum:
         """Return the part of a window in which samples of `data` are only scored. `indices` are numbers of
         samples, counted through all parts of `data`."""
         return JobWindow(
-            self.job, step, (), (), frozenset(), frozenset(), scored=_locate_samples(data.parts, indices)
+            self.job,
+            step,
+            (),
+            (),
+            frozenset(),
+            frozenset(),
+            scored_samples=_place_samples(data.parts, indices),
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        placed = _locate_rows(self.data.train, self.sample_order.batch(step))
+        placed = _place_rows(self.data.train, self.sample_order.batch(step))
         supervised, before = (
             sum(one.supervised_tokens for one in placed),
             len(placed) * self.data.train.rows_before,
@@ -76,17 +82,17 @@ class Curriculum:
         """Return the prompts of a global batch, each with the answer of another sample."""
         if (train := self.data.train).mismatched_samples is None:
             return ()
-        return _locate_samples(train.parts, len(train) + self.sample_order.batch(step))
+        return _place_samples(train.parts, len(train) + self.sample_order.batch(step))
 
     def _held_out_mismatched_samples(self) -> tuple[PlacedSample, ...]:
         if (held_out := self.data.evaluation) is None or held_out.mismatched_samples is None:
             return ()
         parts = self.data.parts
-        return _locate_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
+        return _place_samples(parts, sum(map(len, parts[:-1])) + np.arange(len(held_out)))
 
     def _held_out_samples(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
-        return () if held_out is None else _locate_rows(held_out, np.arange(len(held_out)))
+        return () if held_out is None else _place_rows(held_out, np.arange(len(held_out)))
 
 
 def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
@@ -144,7 +150,7 @@ def job_shape(
         max_sample_tokens=max(part.longest_row_tokens for part in data.parts),
         batch_tokens=data.train.max_batch_tokens(spec.batch_size),
         source_job=source_job(spec.adapter),
-        mean_vectors=mean_weight_count,
+        mean_weight_count=mean_weight_count,
         answer_positions=_answer_positions(spec, data, base.context),
     )
 
@@ -193,13 +199,13 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
     return sizes
 
 
-def _locate_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples at these indices, in order. The two samples of a pair are marked to run in the same
-    microbatch."""
-    return group_samples(_locate_samples([samples], indices), samples.group_size)
+def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
+    """Return the samples at these indices, in order. The two samples of a pair get one group number, so that
+    they run in the same microbatch."""
+    return group_samples(_place_samples([samples], indices), samples.group_size)
 
 
-def _locate_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
+def _place_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
     """Return the samples with these numbers, in order. Numbers are counted through all parts."""
     lengths = _concatenate_arrays([samples.lengths for samples in parts])[indices].tolist()
     supervised = _concatenate_arrays([samples.supervised for samples in parts])[indices].tolist()
@@ -222,12 +228,13 @@ def save_interval(spec: JobSpec, steps: int) -> int:
 
 
 def _save_steps(spec: JobSpec, steps: int) -> frozenset[int]:
-    """Return the steps after which a checkpoint is begun: after every half interval.
+    """Return the steps after which a checkpoint is begun: two in each interval at which the job saves.
 
     A checkpoint is written while training continues and is complete when the next one is due, so that at most
     one interval is lost. No checkpoint follows the last step, when the adapter itself is written. A
     checkpoint at step 0 is needed only if the job starts from another adapter, which may be deleted before
-    the job resumes."""
+    the job resumes.
+    """
     interval = save_interval(spec, steps)
     wholes = range(0, steps, interval)
     halves = range(interval // 2, steps, interval)

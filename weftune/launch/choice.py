@@ -18,7 +18,7 @@ from weftune.launch.plan_case import PlanCase, read_case
 from weftune.plan.cost import profile_cost
 from weftune.plan.cost.cluster import detect_cluster, detect_cpu, first_gpu_name, limit_memory
 from weftune.plan.cost.memory import format_bytes
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.profile import Profile, find_local_profile
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import (
@@ -97,7 +97,7 @@ def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admissio
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
     if not found.admitted_names:
         raise PlanError(
-            Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
+            Mistake(f"job {name}", f"even alone it {why}") for name, why in found.misfit_reasons.items()
         )
     return found
 
@@ -200,13 +200,13 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
     if division.devices == devices == 1:
         return f"one process, since there is one device. The base is {choice.reason}."
     if not choice.candidates:
-        return f"{division.text}: the base is {choice.reason}."
+        return f"{division.description}: the base is {choice.reason}."
     best, *others = choice.candidates
     speeds = f"{best.tokens_per_second:,.0f} tokens/s are predicted"
     if others:
-        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.text}"
+        speeds += f", and {others[0].tokens_per_second:,.0f} for {others[0].division.description}"
     idle = devices - division.devices
-    sentence = f"{division.devices} {kind} as {division.text} ({flags}): {speeds}."
+    sentence = f"{division.devices} {kind} as {division.description} ({flags}): {speeds}."
     if idle > 0:
         sentence += (
             f" {idle} of {devices} {kind} stay idle, since no division over more of them is predicted to be "
@@ -286,7 +286,7 @@ def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
         terms, rate = profile_cost.pass_terms(profile, shape), profile_cost.step_rate(profile)
         times = StageTimes(shape.layers, terms, rate, _link_between_workers(case), output_bytes)
     else:
-        sheet = counted_terms(shape).times(1 / case.speeds[0].flops)
+        sheet = flop_terms(shape).multiply_by(1 / case.speeds[0].flops)
         times = StageTimes(shape.layers, sheet, Rate(), case.cluster.link, output_bytes)
     return times.divide_among_shards(shape, machine.shards)
 

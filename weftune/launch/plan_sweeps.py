@@ -59,7 +59,8 @@ class SweepOutlook:
         saving = self.sample_saving
         return (
             f"Sweep {self.name}: {count_noun(count, 'trial')}{later}; {rungs} continue. That takes "
-            f"{saving.expected_work:,.0f} samples instead of {saving.full_work:,.0f}, {saving.share:.0%}."
+            f"{saving.expected_work:,.0f} samples instead of {saving.full_work:,.0f}, "
+            f"{saving.expected_fraction:.0%}."
         )
 
 
@@ -99,7 +100,7 @@ def sweep_outlooks(
 def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
     """Return the predicted seconds of the run if halving drops as many trials as expected and the `tpe`
     search proposes all of its trials."""
-    known = {name: totals[name].steps * totals[name].tokens for name in run.ends}
+    known = {name: totals[name].steps * totals[name].tokens for name in run.end_seconds}
     if not sum(known.values()):
         return run.seconds
     trials = {name for one in sweeps for name in one.known_trials}
@@ -137,7 +138,7 @@ def sweep_numbers(
                         "name": trial.name,
                         "values": dict(trial.values),
                         "steps": totals[trial.name].steps,
-                        "ends": run.ends.get(trial.name),
+                        "ends": run.end_seconds.get(trial.name),
                         "state_bytes": totals[trial.name].state_bytes,
                     }
                     for trial in one.sweep.trials

@@ -38,7 +38,7 @@ from weftune.plan.cost.prior import uncalibrated_cost_model
 from weftune.plan.cost.profile_cost import profile_cost_model
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.choose import Machine
-from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.seats import find_misfits
 from weftune.plan.layout.split import DeviceShare, JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.window.pace import data_sheet_device_speed
 from weftune.report.effort import wall_time_sentence
@@ -106,7 +106,7 @@ def train_shares(
             for jobs in _sweep_rounds(trainer, store, sweeps, ready, shape):
                 fits |= {job.name for job in jobs if sweeps.is_trial(job.name)}
                 shares = divide_jobs(jobs, cost, machine, len(devices), trainer.output, fits)
-                _show_shares(trainer.view, shares, devices, has_seconds=cost.measured and alone)
+                _show_shares(trainer.view, shares, devices, has_seconds=cost.is_measured and alone)
                 teams = _share_teams(run, trainer, shares, devices, memory)
                 team_ends = _run_shares(trainer, store, jobs, shares, teams)
                 if any(one.code for one in team_ends):
@@ -116,7 +116,7 @@ def train_shares(
         sweeps.finish()
         results = trainer.results(store)
     codes = {one.code for one in team_ends}
-    have_ended = all(result.state.ended for result in results.values())
+    have_ended = all(result.state.has_ended for result in results.values())
     trainer.interrupted = INTERRUPTED in codes and not have_ended
     return results, codes
 
@@ -139,11 +139,11 @@ def _sweep_rounds(
         sweeps.decide_rungs(store)
         sweeps.propose_trials(trainer.add, trainer.view.note)
         new = [job for name, job in trainer.jobs.items() if name not in prepared and sweeps.is_trial(name)]
-        new = [job for job in new if job.name not in store or not store.job(job.name).state.ended]
+        new = [job for job in new if job.name not in store or not store.job(job.name).state.has_ended]
         for job in trainer.prepare_all(new, shape, store):
             prepared[job.name] = sweeps.add_trial(job)
             store.add_job(job.name)
-        unfinished = [job for job in prepared.values() if not store.job(job.name).state.ended]
+        unfinished = [job for job in prepared.values() if not store.job(job.name).state.has_ended]
         steps = {job.name: store.job(job.name).step for job in unfinished}
         jobs = [job for job in unfinished if not sweeps.is_waiting_at_rung(job.name)]
         if previous_steps is not None:
@@ -210,7 +210,7 @@ def fitting_jobs(
 ) -> frozenset[str]:
     """Return the names of the jobs that fit alone on a device with the base. Raise PlanError if none fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
-    refused = too_large([job.shape for job in prepared_jobs], memory.misfit_reason)
+    refused = find_misfits([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
         raise PlanError(
             Mistake(
@@ -330,7 +330,7 @@ def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
         steps=steps,
         batches=tuple(batch for window in windows for batch in window.batches),
         evaluations=sum(step > progress.evaluated for step in job.evaluate_at),
-        held_out=windows[0].evaluation if windows else (),
+        held_out_samples=windows[0].evaluation if windows else (),
     )
 
 

@@ -54,7 +54,7 @@ _MEASURED, _PREDICTED = LineStyle("#3b7ddd"), LineStyle("#8a94a6", "dash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of the report: a figure with its title and the text below it."""
+    """A chart of the report: a figure with its title and the sentences below it."""
 
     name: str
     title: str
@@ -149,8 +149,8 @@ def _evaluation_chart(
     return Chart(name="validation", title="Validation loss", caption=caption, figure=figure)
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _percent(fraction: float | None) -> float | None:
+    return None if fraction is None else 100 * fraction
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
@@ -223,7 +223,7 @@ def _predicted_chart(
         x=count_axis("window", 1, len(measured_values)),
         y=value_axis(unit, _finite_values([happened, promised]), starts_at_zero=True),
         series=series,
-        legend=True,
+        has_legend=True,
         unit=f" {unit}",
     )
     return Chart(name=name, title=title, caption=caption, figure=figure)

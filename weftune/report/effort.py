@@ -116,8 +116,8 @@ def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
     return told
 
 
-def error_text(share: float | None) -> str:
-    return NO_VALUE if share is None else f"{share:+.1%}".replace("-", "−")
+def error_text(fraction: float | None) -> str:
+    return NO_VALUE if fraction is None else f"{fraction:+.1%}".replace("-", "−")
 
 
 def _seconds_text(seconds: float | None) -> str:

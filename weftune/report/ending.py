@@ -16,12 +16,12 @@ from weftune.jobs.sweeps.record import (
     TrialRecord,
     base_sentence,
     best_folder,
-    counts,
     flat_trial_values,
     leading_trials,
     metric_title,
     setting_text,
     shorten_keys,
+    state_counts,
     swept_keys,
     trained_fraction,
     winners,
@@ -195,7 +195,7 @@ def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableTy
 
 
 def _sweep_heading(record: SweepRecord) -> str:
-    states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
+    states = ", ".join(f"{count} {trial_state_text(state)}" for state, count in state_counts(record).items())
     share = trained_fraction(record)
     saved = "" if share is None else f"; {100 * share:.0f} % of the samples that all to the end would take"
     return f"{record.name}: {count_noun(len(record.trials), 'trial')}, {states}{saved}"

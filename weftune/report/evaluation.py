@@ -11,7 +11,7 @@ from typing import Any
 from weftune.core.evaluation import METRICS, AnsweredRow, Evaluation
 from weftune.core.files import FORMAT
 from weftune.objectives.spec import REWARD_METRICS
-from weftune.report.template import render
+from weftune.report.template import render_template
 from weftune.report.words import NO_VALUE, accuracy_text, count_noun, loss_text
 
 MAX_ROWS = 200
@@ -88,7 +88,7 @@ def evaluation_page(evaluation: Evaluation, metric: str) -> str:
     words = f"Ranked by {metric_title(metric)}; {better} is better."
     if any(one.scores.get("exact_match") is not None for one in ranked):
         words += " Exact match compares generated answers with the expected ones."
-    return render(
+    return render_template(
         "evaluation.html.jinja",
         {},
         {
@@ -102,7 +102,7 @@ def evaluation_page(evaluation: Evaluation, metric: str) -> str:
             "notes": evaluation.notes,
             "metrics": [(one, metric_title(one)) for one in ranked[0].scores],
             "results": ranked,
-            "best": evaluation.best(metric),
+            "best": evaluation.best_adapter(metric),
             "text": score_text,
             "rows": shown,
             "titles": {one.adapter: one.adapter for one in ranked},

@@ -36,7 +36,7 @@ from weftune.plan.program.program import (
     Transport,
 )
 from weftune.plan.program.simulate import Lane, Timeline
-from weftune.report.template import Tile, render
+from weftune.report.template import Tile, render_template
 from weftune.report.words import count_noun
 
 TICKS_PER_WINDOW = 1_000_000
@@ -82,7 +82,7 @@ class Bar:
     start: float
     stop: float
     text: str
-    """Text that is shown when the pointer is on the bar. It is not escaped."""
+    """String that is shown when the pointer is on the bar. It is not HTML-escaped."""
     microbatch: int = -1
     """Index of the action's microbatch. -1 if it has none or the index is unknown."""
 
@@ -111,12 +111,12 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
         "columns": ("device", "computing", *kinds),
         "rows": _device_rows(timeline, kinds),
     }
-    return render("gantt.html.jinja", {"gantt": drawn}, values)
+    return render_template("gantt.html.jinja", {"gantt": drawn}, values)
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
     """Return a table row for each device, with the fraction of time in which it computes and the fraction of
-    each kind of action."""
+    time of each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, action_kind(one.action)
@@ -260,8 +260,8 @@ def action_kind(action: Action) -> str:
 
 
 def action_text(action: Action, program: Program) -> str:
-    """Return the text that is shown when the pointer is on an action. It may contain user input: the names of
-    jobs."""
+    """Return the string that is shown when the pointer is on an action. It may contain user input: the names
+    of jobs."""
     if not isinstance(action, Compute | HalfPass | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
@@ -374,7 +374,7 @@ def _finite_number(value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineChart:
-    """A timeline in the report: its title, the text below it, and its data for the page's script."""
+    """A timeline in the report: its title, the sentences below it, and its data for the page's script."""
 
     name: str
     title: str

@@ -34,7 +34,7 @@ from weftune.report.read import JobRecord, Run, read_run
 from weftune.report.snippets import Remedy, base_spec, generate_command, load_snippet, remedies
 from weftune.report.svg import LineStyle
 from weftune.report.sweep_page import sweep_view
-from weftune.report.template import Tile, render
+from weftune.report.template import Tile, render_template
 from weftune.report.words import (
     NO_VALUE,
     accuracy_text,
@@ -77,13 +77,13 @@ _NUMBERS = (
 _STOPPED = ("failed", "cancelled", "paused", "interrupted")
 _MIN_SAVED = 0.05
 """Minimum time saved by training jobs together that is reported, as a fraction of the run's time. Smaller
-fractions are within the error of the time model."""
+savings are within the error of the time model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A cell of the table of jobs with the value of a key: a short text, and the complete text that is shown
-    on hover."""
+    """A cell of the table of jobs with the value of a key: a short string, and the complete string that is
+    shown on hover."""
 
     key: str
     text: str
@@ -92,14 +92,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A measured number of a job in the report: its text, its value for sorting, and the details below the
-    text."""
+    """A measured number of a job in the report: the formatted number, its value for sorting, and the details
+    below it."""
 
     text: str = ""
     value: float | None = None
     detail: str = ""
     colour_class: str = ""
-    """CSS class that colours the text: `good` or `worse`."""
+    """CSS class that colours the formatted number: `good` or `worse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
     pipeline = timeline_charts(timelines) if timelines else ()
     values = {
         "title": run.output.resolve().name,
-        "facts": _run_facts(run),
+        "facts": _run_properties(run),
         "verdicts": verdicts(run),
         "tiles": _run_tiles(run),
         "keys": [value.key for value in table[0].values] if table else [],
@@ -209,7 +209,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
         "usable": [view for view in views if view.has_instructions and view.snippet],
     }
     values["sections"] = _page_sections(values)
-    return render("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
+    return render_template("page.html.jinja", {chart.name: chart.data for chart in pipeline}, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +269,9 @@ def _page_sections(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _run_facts(run: Run) -> list[str]:
-    """Return facts about the run as strings: model, quantisation, dtype, device and start time, as far as
-    they are known."""
+def _run_properties(run: Run) -> list[str]:
+    """Return short strings about the run: model, quantisation, dtype, device and start time, as far as they
+    are known."""
     bases = [base for job in run.jobs if job.base and (base := base_spec(job, run)) is not None]
     formats = sorted({base.quantize for base in bases if base.quantize})
     name = bases[0].published_name if bases else run.base
@@ -353,7 +353,7 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
             values=values.get(job.name, ()),
             loss=Number() if loss is None else Number(text=loss_text(loss), value=loss),
             validation=_validation_number(job),
-            change=_change_number(job),
+            change=_loss_change_number(job),
             accuracy=_accuracy_number(job),
             score=_score_number(job),
             margin=_metric_number(job, ("rewards/margins", "margin"), loss_text),
@@ -382,7 +382,7 @@ def _validation_number(job: JobRecord) -> Number:
     return Number(text=loss_text(kept), value=kept, detail=detail)
 
 
-def _change_number(job: JobRecord) -> Number:
+def _loss_change_number(job: JobRecord) -> Number:
     kept, base = kept_validation(job), base_validation(job)
     if kept is None or base is None or base == 0:
         return Number()

@@ -69,8 +69,8 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 UNITS = 1000
 """Width and height of a plot in the coordinates of its SVG."""
 LOG_RATIO = 10
-"""An axis is logarithmic if the ratio of the largest value to the median exceeds this number. On a linear
-axis, half of the values would be in the lowest tenth of the height."""
+"""Ratio of an axis's largest value to the median above which the axis is logarithmic. On a linear axis, half
+of the values would then be in the lowest tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
@@ -97,12 +97,12 @@ class Axis:
     min_value: float
     max_value: float
     ticks: tuple[tuple[float, str], ...]
-    log: bool = False
+    is_log: bool = False
 
     def position(self, value: float) -> float:
         """Return the position of a value on the axis, from 0 to 1. Values outside the range are at the nearer
         end."""
-        if self.log:
+        if self.is_log:
             value, low, high = (math.log(max(one, 1e-300)) for one in (value, self.min_value, self.max_value))
         else:
             low, high = self.min_value, self.max_value
@@ -118,13 +118,13 @@ class Series:
     line_style: LineStyle
     width: float = 2.0
     opacity: float = 1.0
-    line: bool = True
+    has_line: bool = True
     has_dots: bool = False
     group: str = ""
     """Name of the group to which the series belongs. The series of a group are shown and hidden together by a
     button of the legend."""
     tooltips: Sequence[str] = ()
-    """Text that is shown on hover at each point, instead of its numbers."""
+    """Strings that are shown on hover at each point, instead of its numbers."""
     ignores_pointer: bool = False
     """Whether the values of the series are not shown on hover."""
 
@@ -143,7 +143,7 @@ class Figure:
     y: Axis
     series: Sequence[Series]
     reference_lines: Sequence[ReferenceLine] = ()
-    legend: bool = False
+    has_legend: bool = False
     """Whether the names of the series are shown above the plot."""
     height: int = 260
     unit: str = ""
@@ -190,7 +190,7 @@ def log_axis(label: str, min_value: float, max_value: float) -> Axis:
     powers = range(math.floor(math.log10(min_value)), math.ceil(math.log10(max_value)) + 1)
     ticks = [digit * 10.0**power for power in powers if power % every == 0 for digit in digits]
     shown = tuple((tick, number_label(tick)) for tick in ticks if min_value <= tick <= max_value)
-    return Axis(label=label, min_value=min_value, max_value=max_value, ticks=shown, log=True)
+    return Axis(label=label, min_value=min_value, max_value=max_value, ticks=shown, is_log=True)
 
 
 def count_axis(label: str, min_value: float, max_value: float) -> Axis:
@@ -237,7 +237,7 @@ def figure_html(figure: Figure | Parallel) -> Markup:
             figure.height, max(2, room), figure.unit, _axis_ranges(figure)
         ),
         _legend_html(figure),
-        Markup('<span class="y-label">{}</span>').format(f"{y.label}, log scale" if y.log else y.label),
+        Markup('<span class="y-label">{}</span>').format(f"{y.label}, log scale" if y.is_log else y.label),
         Markup('<div class="field">'),
         *(_tick_html("y", 100 - 100 * y.position(value), text) for value, text in y.ticks),
         Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" aria-hidden="true">').format(UNITS),
@@ -266,17 +266,17 @@ def _axis_ranges(figure: Figure) -> Markup:
     pairs = (("x", figure.x), ("y", figure.y))
     return Markup(" ").join(
         Markup('data-{0}="{1:.9g} {2:.9g} {3}" data-{0}-label="{4}"').format(
-            name, axis.min_value, axis.max_value, "log" if axis.log else "linear", axis.label
+            name, axis.min_value, axis.max_value, "log" if axis.is_log else "linear", axis.label
         )
         for name, axis in pairs
     )
 
 
 def _legend_html(figure: Figure) -> Markup:
-    if not figure.legend:
+    if not figure.has_legend:
         return Markup("")
     entries = Markup("").join(
-        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, has_dots=not one.line), one.name)
+        Markup("<li>{}{}</li>").format(line_sample_html(one.line_style, has_dots=not one.has_line), one.name)
         for one in figure.series
         if not one.ignores_pointer
     )
@@ -330,7 +330,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
         )
     known = [place for place in places if place is not None]
     drawn = Markup("")
-    if series.line and len(known) > 1:
+    if series.has_line and len(known) > 1:
         dash = (
             f' stroke-dasharray="{DASHES[series.line_style.dash_style]}"'
             if DASHES[series.line_style.dash_style]
@@ -341,7 +341,7 @@ def _series_html(figure: Figure, series: Series) -> Markup:
         )
         # The pointer finds the line: its dots need no attributes of their own.
         attributes += Markup(" data-silent")
-    if series.has_dots or len(known) == 1 or not series.line:
+    if series.has_dots or len(known) == 1 or not series.has_line:
         dots = "".join(f"M{x} {y}h0" for x, y in known)
         drawn += Markup('<path class="dots" d="{}" {} stroke-width="{:g}"/>').format(
             dots, attributes, series.width + 4

@@ -41,7 +41,7 @@ _MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Axes are linear if the ratio of the largest to the smallest value is below this number."""
+"""Ratio of the largest to the smallest value below which axes are linear."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
@@ -60,7 +60,7 @@ class TrialAxis:
 
     name: str
     positions: Mapping[str, float]
-    texts: Mapping[str, str]
+    labels: Mapping[str, str]
     ticks: tuple[tuple[float, str], ...]
 
 
@@ -136,7 +136,7 @@ def _trial_series(trial: TrialRecord, axes: Sequence[TrialAxis], line_styles: Li
         width=2.5 if bold else 1.2,
         opacity=1.0 if bold else 0.5,
         has_dots=True,
-        tooltips=[f"{axis.name} {axis.texts[trial.name]}" for _, axis in points],
+        tooltips=[f"{axis.name} {axis.labels[trial.name]}" for _, axis in points],
     )
 
 
@@ -207,7 +207,7 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
         reference_lines=[]
         if base_loss is None
         else [ReferenceLine(base_loss, f"base {loss_text(base_loss, 3)}")],
-        legend=len(series) > 1,
+        has_legend=len(series) > 1,
         height=200,
     )
     return Chart(name=f"sweep-{record.name}-{key}", title=key, caption="", figure=figure)
@@ -255,7 +255,7 @@ def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Sc
         points=[Point(scale.position(value), score) for _, value, score in found],
         line_style=LineStyle(_RUNG_COLOURS[-1 if is_last else min(rung, len(_RUNG_COLOURS) - 2)]),
         width=3.0 + 2 * is_last,
-        line=False,
+        has_line=False,
         tooltips=[
             f"{trial.name}: {setting_text(value)}, {loss_text(score)}" for trial, value, score in found
         ],
@@ -272,7 +272,7 @@ class Scale:
     values: tuple[Any, ...]
     """Distinct values of a swept key. Numbers are sorted, and other values keep their order."""
     is_numeric: bool
-    log: bool
+    is_log: bool
     ticks: tuple[Any, ...]
 
     def position(self, value: Any) -> float:
@@ -283,18 +283,18 @@ class Scale:
         return (self._coordinate(value) - low) / (high - low) if high > low else 0.5
 
     def _coordinate(self, value: float) -> float:
-        return math.log(value) if self.log else float(value)
+        return math.log(value) if self.is_log else float(value)
 
 
 def _key_scale(values: Sequence[Any]) -> Scale:
     distinct = list({repr(value): value for value in values}.values())
     if not all(_is_number(value) for value in distinct):
-        return Scale(tuple(distinct), is_numeric=False, log=False, ticks=tuple(distinct))
+        return Scale(tuple(distinct), is_numeric=False, is_log=False, ticks=tuple(distinct))
     ordered = tuple(sorted(distinct))
-    log = _is_log_spaced(ordered)
-    between = ordered if len(ordered) <= _MAX_TICKS else _round_numbers(ordered[0], ordered[-1], log)
+    is_log = _is_log_spaced(ordered)
+    between = ordered if len(ordered) <= _MAX_TICKS else _round_numbers(ordered[0], ordered[-1], is_log)
     return Scale(
-        ordered, is_numeric=True, log=log, ticks=_spaced_ticks(ordered[0], ordered[-1], between, log)
+        ordered, is_numeric=True, is_log=is_log, ticks=_spaced_ticks(ordered[0], ordered[-1], between, is_log)
     )
 
 
@@ -313,11 +313,11 @@ def _is_log_spaced(sorted_values: Sequence[float]) -> bool:
 
 
 def _spaced_ticks(
-    min_value: float, max_value: float, candidates: Iterable[float], log: bool
+    min_value: float, max_value: float, candidates: Iterable[float], is_log: bool
 ) -> tuple[float, ...]:
     """Return the ticks of an axis: both ends of its range, and those `candidates` that are not too close to
     the ends or to each other."""
-    along = math.log if log else float
+    along = math.log if is_log else float
     least = _TICKS_APART * (along(max_value) - along(min_value))
     found = [min_value]
     for tick in sorted(candidates):
@@ -326,8 +326,8 @@ def _spaced_ticks(
     return (*found, max_value) if max_value > min_value else (min_value,)
 
 
-def _round_numbers(min_value: float, max_value: float, log: bool) -> Iterator[float]:
-    if log:
+def _round_numbers(min_value: float, max_value: float, is_log: bool) -> Iterator[float]:
+    if is_log:
         for power in range(math.floor(math.log10(min_value)), math.ceil(math.log10(max_value)) + 1):
             if min_value < 10.0**power < max_value:
                 yield 10.0**power

@@ -13,7 +13,6 @@ from weftune.jobs.sweeps.record import (
     SweepRecord,
     TrialRecord,
     best_folder,
-    counts,
     flat_trial_values,
     leading_trials,
     metric_title,
@@ -21,6 +20,7 @@ from weftune.jobs.sweeps.record import (
     rung_rows,
     setting_text,
     shorten_keys,
+    state_counts,
     swept_keys,
     trained_fraction,
     winners,
@@ -73,7 +73,7 @@ class TrialView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepView:
     name: str
-    facts: str
+    properties: str
     tiles: list[Tile]
     metric: str
     keys: tuple[str, ...]
@@ -111,7 +111,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
     several = len({one.generation for one in record.trials}) > 1
     return SweepView(
         name=record.name,
-        facts=_sweep_facts(record),
+        properties=_sweep_properties(record),
         tiles=_sweep_tiles(run, record),
         metric=metric_title(record.metric),
         keys=tuple(shorten_keys(keys).values()),
@@ -128,7 +128,7 @@ def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> S
     )
 
 
-def _sweep_facts(record: SweepRecord) -> str:
+def _sweep_properties(record: SweepRecord) -> str:
     better = "lower" if record.mode == "min" else "higher"
     parts = [
         SEARCHES.get(record.search, record.search),
@@ -145,7 +145,7 @@ def _sweep_facts(record: SweepRecord) -> str:
 
 
 def _sweep_tiles(run: Run, record: SweepRecord) -> list[Tile]:
-    best, ended = leading_trials(record, 1), counts(record)
+    best, ended = leading_trials(record, 1), state_counts(record)
     others = ", ".join(
         f"{count} {trial_state_text(state)}" for state, count in ended.items() if state != "finished"
     )

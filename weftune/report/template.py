@@ -1,8 +1,8 @@
 """Self-contained HTML pages, rendered from templates.
 
-User-given text reaches a page in two ways only: escaped by markupsafe (in the template and in charts), and as
-JSON in data blocks that no browser executes. The content security policy allows the page's own script by its
-hash.
+Strings from users reach a page in two ways only: escaped by markupsafe (in the template and in charts), and
+as JSON in data blocks that no browser executes. The content security policy allows the page's own script by
+its hash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tile:
     detail: str = ""
 
 
-def render(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def render_template(template: str, timelines: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Render an HTML page from one of the report's templates. The page's script draws `timelines`."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup

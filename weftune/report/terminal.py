@@ -23,11 +23,11 @@ from rich.text import Text
 from weftune.jobs.store.status import State
 from weftune.jobs.sweeps.record import (
     SweepRecord,
-    counts,
     expected_steps_left,
     leading_trials,
     rung_rows,
     rung_sentence,
+    state_counts,
 )
 from weftune.report.read import JobRecord
 from weftune.report.words import (
@@ -329,7 +329,7 @@ def _state_style(state: str) -> str:
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
     """Return lines about a sweep: the states of its trials, its rungs, and its leading trials."""
-    seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in counts(record).items())
+    seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in state_counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
     first = leading_trials(record, _LEADERS)
     leading = "  ".join(

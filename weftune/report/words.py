@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 NO_VALUE = "–"
-"""Text that is shown in place of a missing number."""
+"""String that is shown in place of a missing number."""
 
 
 def loss_text(loss: float | None, digits: int = 4) -> str:
@@ -25,8 +25,8 @@ def change_text(first_value: float | None, last_value: float | None) -> str:
     return f"{100 * (last_value - first_value) / abs(first_value):+.1f} %".replace("-", "−")
 
 
-def accuracy_text(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def accuracy_text(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
 
 
 def points_text(old_fraction: float, new_fraction: float) -> str:
@@ -66,7 +66,7 @@ def relative_link(*parts: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Return a text as one line without control characters, since names and reasons are user input."""
+    """Return a string as one line without control characters, since names and reasons are user input."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -91,6 +91,6 @@ def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
 
 
 def split_breakable(text: str) -> tuple[str, ...]:
-    """Split a text into pieces between which a line may break. A path or name may break after slashes,
+    """Split a string into pieces between which a line may break. A path or name may break after slashes,
     underscores and hyphens, and a list of names at its spaces only."""
     return (text,) if " " in text else tuple(re.split(r"(?<=[/_-])(?=[^/_-])(?!\d)", text))

@@ -373,7 +373,7 @@ class Executor:
     def _backward_half(self, visit: StageVisit, index: int) -> None:
         if (in_flight := self._in_flight.get(visit.microbatch)) is None:
             return
-        if index + 1 == self._program.half_layers:
+        if index + 1 == self._program.half_layer_count:
             assert in_flight.scores is not None, "losses come before the gradients of the last half layer"
             self._prepare_stage(
                 visit.stage, self._program.microbatches[visit.microbatch], before_backward=True
@@ -404,7 +404,10 @@ class Executor:
         if last:
             leaf_TD, program = h_TD.detach().requires_grad_(), self._program
             in_flight.scores = self.scorer.score(
-                leaf_TD, in_flight.device_microbatch, program.supervised, program.sample_counts
+                leaf_TD,
+                in_flight.device_microbatch,
+                program.supervised_token_count,
+                program.supervised_tokens_by_sample,
             )
             return
         self.activations.store_input(StageVisit(visit.microbatch, visit.stage + 1), h_TD)
@@ -575,7 +578,7 @@ class Executor:
             raise PlanError(
                 "this plan cuts samples into chunks, and here stages of the base take turns on a device"
             )
-        if program.overlapped and not self.overlapped.is_possible:
+        if program.overlapped_microbatches and not self.overlapped.is_possible:
             raise PlanError("this plan overlaps microbatches, and here layers are no fused shards")
         actions = program.devices[self.worker]
         moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}

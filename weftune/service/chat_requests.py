@@ -52,7 +52,7 @@ class ChatRequest:
     """Step of a checkpoint. None selects the finished adapter, or the latest weights of a job that trains."""
     messages: Sequence[Mapping[str, Any]] = ()
     prompt: str | None = None
-    """Text that the model continues without a chat template. Used instead of `messages`."""
+    """String that the model continues without a chat template. Used instead of `messages`."""
     sampling: ChatSampling = field(default_factory=ChatSampling)
 
 
@@ -103,7 +103,7 @@ def parse_request(values: Mapping[str, Any]) -> ChatRequest:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value is a message whose texts are valid Unicode."""
+    """Return whether a value is a message whose strings are valid Unicode."""
     if not isinstance(value, dict) or not {"role", "content"} <= value.keys():
         return False
     return all(isinstance(text, str) and not SURROGATE.search(text) for text in value.values())

@@ -93,7 +93,7 @@ class ServiceClient:
         kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         return str(json.loads(self._send_request("POST", "/v1/files", body, kind))["id"])
 
-    def list(self, path: str) -> Iterator[dict[str, Any]]:
+    def list_items(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield all items of a list, page by page."""
         after = ""
         while True:
@@ -138,12 +138,12 @@ class ServiceClient:
         """Return the job with this id, or the newest one with this suffix."""
         if name.startswith("ftjob-"):
             return dict(self.request("GET", f"/v1/fine_tuning/jobs/{urllib.parse.quote(name, safe='')}"))
-        for job in self.list("/v1/fine_tuning/jobs"):
+        for job in self.list_items("/v1/fine_tuning/jobs"):
             if job.get("weftune", {}).get("suffix") == name:
                 return job
         raise UserError(f"there is no job {name}; see weftune jobs list")
 
-    def change(self, id: str, verb: str) -> dict[str, Any]:
+    def change_job(self, id: str, verb: str) -> dict[str, Any]:
         path = f"/v1/fine_tuning/jobs/{urllib.parse.quote(id, safe='')}/{verb}"
         return dict(self.request("POST", path))
 
@@ -153,7 +153,7 @@ class ServiceClient:
 
     def events(self, id: str) -> Sequence[dict[str, Any]]:
         """Return all events of a job, the oldest first."""
-        return list(self.list(f"/v1/fine_tuning/jobs/{urllib.parse.quote(id, safe='')}/events"))[::-1]
+        return list(self.list_items(f"/v1/fine_tuning/jobs/{urllib.parse.quote(id, safe='')}/events"))[::-1]
 
 
 def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:

@@ -32,7 +32,7 @@ class AdapterName:
 
 
 def parse_adapter_name(text: str) -> AdapterName | None:
-    """Return the parts of an adapter's name, or None if the text is not the name of an adapter."""
+    """Return the parts of an adapter's name, or None if the string is not the name of an adapter."""
     rest, step = text, None
     head, _, last = text.rpartition(":")
     if (found := CHECKPOINT.fullmatch(last)) is not None:

@@ -120,7 +120,7 @@ class ServiceInbox:
             if (
                 prepared.refusal is None
                 or row is None
-                or row.state.ended
+                or row.state.has_ended
                 or submission.id in self.entered_jobs
             ):
                 return []
@@ -151,7 +151,7 @@ class ServiceInbox:
             self._store.admit_submission(submission)
             row = self._store.row(name)
         assert row is not None
-        if row.state.ended:
+        if row.state.has_ended:
             if command.verb == "delete":
                 self._delete_adapter(name)
             return []

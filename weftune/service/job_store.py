@@ -66,7 +66,7 @@ MEASURED = {
 
 
 class JobNotes:
-    """Facts about a job that are not part of its row in the database."""
+    """Data about a job that are not part of its row in the database."""
 
     def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission
@@ -104,7 +104,7 @@ class ServiceJobStore:
         self.is_stopping: Callable[[], bool] = lambda: False
         """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to facts about it that its row in the database does not hold."""
+        """Maps each job that has not ended to data about it that its row in the database does not contain."""
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
@@ -121,7 +121,7 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns facts to record with every window: the device's name, its memory by purpose,
+        """Function that returns values to record with every window: the device's name, its memory by purpose,
         and the queue."""
         self.announce: Callable[[JobRow], object] = lambda row: None
         """Function that is called with each job that has succeeded, after its adapter has been written."""
@@ -167,7 +167,7 @@ class ServiceJobStore:
         others = {name for name in trials if name not in self._jobs}
         rows = self._training.jobs_by_id(others)
         self._kept_trials |= set(trials)
-        self._ended_trials |= {name: row for name, row in rows.items() if row.state.ended}
+        self._ended_trials |= {name: row for name, row in rows.items() if row.state.has_ended}
         self._unrecorded_trials |= others - rows.keys()
 
     def forget_ended(self, trials: Collection[str]) -> None:
@@ -204,9 +204,9 @@ class ServiceJobStore:
             notes.earlier_wait_seconds, notes.waits_since = notes.waited_seconds(now), None
             notes.last_admission = now, status.step
             changes["started_at"] = row.started_at or now
-        elif not state.ended:
+        elif not state.has_ended:
             notes.waits_since = now
-        if state.ended:
+        if state.has_ended:
             changes["finished_at"] = now
         if state is State.SUCCEEDED:
             changes["model"] = self._model_name(name)
@@ -453,7 +453,7 @@ class ServiceJobStore:
                 pending.clear()
             for rows in (self._transitions, self._events, self._checkpoints, self._windows):
                 rows.clear()
-            for name in [name for name, one in self._jobs.items() if one.state.ended]:
+            for name in [name for name, one in self._jobs.items() if one.state.has_ended]:
                 row = self._jobs.pop(name)
                 del self.notes[name]
                 if name in self._kept_trials:

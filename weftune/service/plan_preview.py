@@ -39,7 +39,7 @@ processes."""
 
 
 class PlanFailed(WeftuneError):
-    """An error raised if planning fails for a reason other than a mistake in the job."""
+    """An error raised if planning fails for another reason than an error in the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ async def preview(
     `trials` maps the names of a sweep's trials in the plan to the trials, as `planned_trials` returns them;
     it is empty for a job that is no sweep. `hold_reasons` maps names in the plan to the reason why a quota
     would hold the job or trial back. `budget_bytes` is the host memory for training on a CPU, including
-    memory that is already in use; None if it is not known. Raise UserError for a mistake in the job, and
+    memory that is already in use; None if it is not known. Raise UserError for an error in the job, and
     PlanFailed if the plan takes too long.
     """
     jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
@@ -189,7 +189,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def _public_message(output: str) -> str:
-    """Return the message without paths of this machine."""
+    """Return an error message of the planning process without paths of this machine."""
     text = re.sub(r"/\S*/(?=[^/\s]+)", "", output.strip())
     return re.sub(r"^(Error|error): ", "", text)
 

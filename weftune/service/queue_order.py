@@ -65,7 +65,9 @@ def rank_queue(
     now, windows = time.time(), training.last_windows(1)
     last = windows[0] if windows else WindowRow(at=now, values={})
     recorded = last.values.get(QUEUE, {"recent_tokens": {}, "jobs": {}})
-    largest_batch_tokens = max((facts["batch_tokens"] for facts in recorded["jobs"].values()), default=1)
+    largest_batch_tokens = max(
+        (recorded_job["batch_tokens"] for recorded_job in recorded["jobs"].values()), default=1
+    )
     jobs = [
         _queued_job(row, recorded["jobs"].get(row.id), largest_batch_tokens, now, last.at)
         for row in rows
@@ -84,25 +86,25 @@ def rank_queue(
 
 def _queued_job(
     row: JobRow,
-    facts: Mapping[str, Any] | None,
+    recorded_job: Mapping[str, Any] | None,
     largest_batch_tokens: int,
     current_time: float,
     recorded_at: float,
 ) -> QueuedJob:
     is_attached = row.state is State.RUNNING
-    if facts is None:
-        facts = {"submitted": row.number, "batch_tokens": largest_batch_tokens, "deadline": None}
-        facts |= {"queued_seconds": current_time - row.created_at, "remaining_seconds": 0.0}
+    if recorded_job is None:
+        recorded_job = {"submitted": row.number, "batch_tokens": largest_batch_tokens, "deadline": None}
+        recorded_job |= {"queued_seconds": current_time - row.created_at, "remaining_seconds": 0.0}
         recorded_at = current_time
     waited = 0.0 if is_attached else current_time - recorded_at
     return QueuedJob(
-        shape=_job_shape(row.id, row.priority, facts["batch_tokens"]),
+        shape=_job_shape(row.id, row.priority, recorded_job["batch_tokens"]),
         is_attached=is_attached,
         tenant=row.tenant,
-        submission_number=facts["submitted"],
-        queued_seconds=facts["queued_seconds"] + waited,
-        deadline=facts["deadline"],
-        remaining_seconds=facts["remaining_seconds"],
+        submission_number=recorded_job["submitted"],
+        queued_seconds=recorded_job["queued_seconds"] + waited,
+        deadline=recorded_job["deadline"],
+        remaining_seconds=recorded_job["remaining_seconds"],
     )
 
 

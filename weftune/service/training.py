@@ -238,7 +238,7 @@ class TrainingService:
             self._begin_sweep(sweep)
         for row, submission in unfinished:
             # A sweep may have dropped a trial just before the last process died.
-            if self.store.job(row.id).state.ended or self._has_crashed_too_often(row):
+            if self.store.job(row.id).state.has_ended or self._has_crashed_too_often(row):
                 continue
             self._recover_epochs(row.id)
             if (job := self.inbox.prepare(submission)) is not None:
@@ -293,8 +293,8 @@ class TrainingService:
         self.store.advance_job(row.id, step, row.status.steps, tokens)
 
     def _has_crashed_too_often(self, row: JobRow) -> bool:
-        """Return whether the process has died `MAX_CRASHES` times while this job was at the same step; the
-        job is then failed. After fewer crashes, suspected jobs are trained one at a time."""
+        """Return whether the process has died `MAX_CRASHES` times while this job was at the same step, and
+        mark the job as failed if so. After fewer crashes, suspected jobs are trained one at a time."""
         reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
         if row.state is State.RUNNING:
             reasons.append(f"{CRASHED} at step {row.status.step}")
@@ -398,7 +398,7 @@ class TrainingService:
         assert self.loop is not None
         cost, one = self.loop.fitted_models.cost, event.time
         predict = cost.pass_seconds if one.training else cost.evaluation
-        predicted = predict(one.work) if cost.measured else None
+        predicted = predict(one.work) if cost.is_measured else None
         self.store.record_pass(event.microbatch, one.seconds, predicted, one.training)
 
     def _describe_device(self) -> dict[str, Any]:

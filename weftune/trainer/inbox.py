@@ -140,7 +140,7 @@ def _check_is_active(loop: Loop, name: str) -> None:
         near = nearest_word(name, loop.jobs)
         raise SpecError(f"there is no job {name} in this run" + (f"; did you mean {near}?" if near else ""))
     status = loop.store.job(name)
-    if status.state.ended:
+    if status.state.has_ended:
         raise SpecError(f"{name} has ended: it is {status.state}")
     if name in loop.result_writer:
         raise SpecError(f"{name} has made its last step, and its adapter is being written")

@@ -128,7 +128,7 @@ class Loop:
         )
         self._planned_cost = (
             engine.initial_cost_model
-            if engine.initial_cost_model.measured
+            if engine.initial_cost_model.is_measured
             else cpu_data_sheet_cost(engine.choice.shape)
         )
         """Time model that `weftune plan` uses: from a profile of this machine or, without a profile, from its
@@ -264,7 +264,7 @@ class Loop:
             return
         self._overtake_counts = decision.overtake_counts
         self._requeue_jobs({name: ranking.hold_reasons[name] for name in held_names})
-        for name, reason in decision.too_large.items():
+        for name, reason in decision.misfit_reasons.items():
             advice = self.fitted_models.memory.advice(self.waiting_jobs.pop(name).shape)
             self.journal.set_state(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         self._preempted_by |= decision.preempted_by
@@ -297,7 +297,7 @@ class Loop:
             self.journal.flush()
         for name in decision.admitted_names:
             self._attach_job(self.waiting_jobs.pop(name), written[name])
-        if decision.admitted_names or decision.too_large:
+        if decision.admitted_names or decision.misfit_reasons:
             # Once for all of them, however many are admitted.
             self.journal.flush()
 
@@ -469,7 +469,7 @@ class Loop:
 
     def _release_ended(self) -> None:
         """Release the data of ended jobs, which keep files open."""
-        for name in [name for name in self.jobs if self.store.job(name).state.ended]:
+        for name in [name for name in self.jobs if self.store.job(name).state.has_ended]:
             del self.jobs[name]
             self.journal.forget_job(name)
             self._last_saved.pop(name, None)

@@ -180,7 +180,7 @@ def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShap
     adapters = sum(value * job.shape.trainable_parameters for job in jobs)
     # A checkpoint has vectors as long as the adapter: its weights, their two moments, the best weights and a
     # mean of weights.
-    vectors = [3 + (job.spec.keep == "best") + job.shape.mean_vectors for job in jobs]
+    vectors = [3 + (job.spec.keep == "best") + job.shape.mean_weight_count for job in jobs]
     states = sum(
         value * job.shape.trainable_parameters * count for job, count in zip(jobs, vectors, strict=True)
     )

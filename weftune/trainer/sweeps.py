@@ -49,7 +49,7 @@ class Sweeps:
         job = self.with_weight_means(job)
         sweep.add_trial(job.name, job.recipe.steps)
         rungs = frozenset() if sweep.evaluates_mean_weights else frozenset(sweep.rungs.rungs(job.name))
-        limit = sweep.rungs.limit(job.name)
+        limit = sweep.rungs.step_limit(job.name)
         if sweep.rungs.is_waiting_at_rung(job.name):
             found = checkpoint.newest_progress(sweep.store.output / job.name / CHECKPOINTS)
             if found is not None and found.step >= limit:
@@ -69,7 +69,7 @@ class Sweeps:
         spans = mean_weight_spans(sweep.sweep.spec.halving, job.recipe.steps)
         recipe, shape = (
             replace(job.recipe, averaged_spans=spans),
-            replace(job.shape, mean_vectors=1 if spans else 0),
+            replace(job.shape, mean_weight_count=1 if spans else 0),
         )
         return replace(job, recipe=recipe, shape=shape)
 
@@ -88,7 +88,9 @@ class Sweeps:
         """Return whether the trial must still be evaluated at this step, at which its sweep compares
         trials."""
         sweep = self._sweep_of_trial.get(name)
-        return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaits_evaluation(name)
+        return (
+            sweep is not None and step == sweep.rungs.step_limit(name) and sweep.rungs.awaits_evaluation(name)
+        )
 
     def evaluates_mean_weights(self, name: str) -> bool:
         """Return whether the rungs of the trial evaluate the mean of its last weights."""
@@ -154,8 +156,10 @@ class Sweeps:
         paused trial. Yield nothing in a process that trains a share, since its launcher decides about the
         trials and trains them again."""
         for sweep in self.sweeps:
-            for name in sorted(sweep.resting - sweep.rungs.ended.keys()) if sweep.decides_rungs else ():
-                step, other = sweep.rungs.limit(name), sweep.awaited_trial()
+            for name in (
+                sorted(sweep.resting - sweep.rungs.ended_trials.keys()) if sweep.decides_rungs else ()
+            ):
+                step, other = sweep.rungs.step_limit(name), sweep.awaited_trial()
                 yield (
                     name,
                     f"waits at step {step} for {other}, which has not come as far; resume with "

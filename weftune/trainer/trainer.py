@@ -503,7 +503,7 @@ class Trainer:
         if name not in store and (self.output / name / JOB_FILE).exists():
             # The status has lost it, or it was added from a callback; its folder holds its state.
             store.add_job(name)
-        return name in store and store.job(name).state.ended
+        return name in store and store.job(name).state.has_ended
 
     @phase(Phase.TOKENISING)
     def prepare_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[PreparedJob]:

@@ -108,7 +108,7 @@ def test_a_number_is_refused_from_the_first_value_outside_of_its_range(key, insi
 
 @pytest.mark.parametrize("key", [key for key, *_ in RANGES])
 def test_what_is_no_finite_number_is_refused_for_every_key(key):
-    kind = "whole number" if BOUNDS[key].whole else "number"
+    kind = "whole number" if BOUNDS[key].is_integer else "number"
     for value, got in ((True, "true"), ("8", '"8"'), ([], "an empty list")):
         assert faults(key, value) == [f"must be a {kind}, got {got}"]
     for value in (math.nan, math.inf, -math.inf, 10**400):
@@ -130,7 +130,7 @@ def test_a_fault_is_told_at_its_own_place():
 
 
 def test_a_share_may_be_one_and_above_it_whole_steps_only():
-    share = Bound(share=True)
+    share = Bound(allows_fraction=True)
     assert [share.fault(value) for value in (0.25, 1, 1.0, 2.0)] == [None] * 4
     assert share.fault(1.25) is not None
     assert Bound().fault(1.25) is None

@@ -350,7 +350,7 @@ def test_nobody_starts_from_a_sweep_or_a_trial_whose_adapter_may_never_be(tmp_pa
     ]
 
 
-def test_a_circle_is_told_once_with_all_who_are_in_it(tmp_path: Path) -> None:
+def test_a_cycle_is_told_once_with_all_who_are_in_it(tmp_path: Path) -> None:
     ((place, sentence),) = refused(
         tmp_path,
         "  - {name: d, adapter: {init_from: {job: a}}}\n  - {name: a, adapter: {init_from: {job: b}}}\n"
@@ -358,7 +358,7 @@ def test_a_circle_is_told_once_with_all_who_are_in_it(tmp_path: Path) -> None:
     )
     assert place == "jobs.yaml:5 jobs[1].adapter.init_from.job"
     assert sentence == (
-        "jobs wait for each other in a circle, a from b from c from a; let one of them start from a folder"
+        "jobs wait for each other in a cycle, a from b from c from a; let one of them start from a folder"
     )
 
 

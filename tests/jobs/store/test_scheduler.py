@@ -115,12 +115,12 @@ def test_a_higher_priority_goes_before_one_that_nobody_may_overtake() -> None:
 def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
     admission = admit_jobs([shape("huge", 101, priority=9), shape("a", 10, order=1)], [], fits)
     assert admission.admitted_names == ("a",)
-    assert admission.too_large == {"huge": "101 is over 100"}
+    assert admission.misfit_reasons == {"huge": "101 is over 100"}
     assert admission.wait_reasons == {}
 
 
 @pytest.mark.parametrize(
-    "more", ["trainable_parameters", "max_sample_tokens", "batch_tokens", "mean_vectors"]
+    "more", ["trainable_parameters", "max_sample_tokens", "batch_tokens", "mean_weight_count"]
 )
 def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: str) -> None:
     """A smaller job that fits does not vouch for a larger one, nor does a larger one that does not fit stop a
@@ -131,7 +131,7 @@ def test_a_job_that_takes_more_of_one_thing_only_is_looked_at_by_itself(more: st
         return None if need <= ROOM else f"{need} is over {ROOM}"
 
     small, large = (replace(shape(f"job{need}", 0, order=need), **{more: need}) for need in (ROOM, ROOM + 1))
-    assert admit_jobs([small, large], [], full).too_large == {large.name: "101 is over 100"}
+    assert admit_jobs([small, large], [], full).misfit_reasons == {large.name: "101 is over 100"}
     smaller = replace(small, name="smaller", file_position=ROOM + 2, **{more: 1})
     attached_jobs = [replace(shape("x", 0), **{more: ROOM - 1})]
     assert admit_jobs([small, smaller], attached_jobs, full).admitted_names == ("smaller",)
@@ -206,7 +206,7 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
 ) -> None:
     jobs, present, before = made(waiting, attached_jobs)
     admission = admit_jobs(jobs, present, fits, before)
-    answers = [*admission.admitted_names, *admission.wait_reasons, *admission.too_large]
+    answers = [*admission.admitted_names, *admission.wait_reasons, *admission.misfit_reasons]
     assert sorted(answers) == sorted(job.name for job in jobs)
     by_name = {job.name: job for job in (*jobs, *present)}
     together = [job for job in present if job.name not in admission.preempted_by]
@@ -225,7 +225,7 @@ def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
         job = by_name[name]
         above = [one for one in together if one.priority >= job.priority]
         assert held in reason or fits([*above, job]) is not None, f"{name} waits behind a lower priority"
-    if not present and len(jobs) > len(admission.too_large):
+    if not present and len(jobs) > len(admission.misfit_reasons):
         assert admission.admitted_names
 
 

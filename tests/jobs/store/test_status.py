@@ -49,7 +49,7 @@ from weftune.jobs.store.store import open_store
 def walk_by_moves(wishes: list[State]) -> None:
     state = State.QUEUED
     for wish in wishes:
-        if state.ended:
+        if state.has_ended:
             with pytest.raises(ValueError, match=f"cannot go from {state} to {wish}"):
                 check_transition(state, wish)
             continue
@@ -120,7 +120,7 @@ class Walks(RuleBasedStateMachine):
         assert json.loads((self.output / "status.json").read_text())["jobs"].keys() == set(NAMES)
         self.store = open_store(self.output, resume=True)
         for name, state in self.expected.items():
-            self.expected[name] = state if state.ended else State.QUEUED
+            self.expected[name] = state if state.has_ended else State.QUEUED
 
     @rule(name=st.sampled_from(NAMES))
     def restart(self, name: str) -> None:
@@ -155,7 +155,7 @@ def test_no_walk_of_2000_of_a_store_over_kills_and_resumptions_loses_a_state() -
 
 
 def test_three_states_are_ends() -> None:
-    assert [state for state in State if state.ended] == [State.SUCCEEDED, State.FAILED, State.CANCELLED]
+    assert [state for state in State if state.has_ended] == [State.SUCCEEDED, State.FAILED, State.CANCELLED]
 
 
 PATH = Path("status.json")

@@ -43,32 +43,32 @@ def decide(rungs):
 
 def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_best_go_on():
     rungs = rungs_of(4, keep=0.5)
-    assert {rungs.limit(name) for name in rungs.trials} == {20}
+    assert {rungs.step_limit(name) for name in rungs.trials} == {20}
     for name, value in (("t3", 1.0), ("t0", 4.0), ("t2", 2.0)):
         assert rungs.awaits_evaluation(name)
-        rungs.evaluate(name, 20, value)
+        rungs.record_metric(name, 20, value)
         assert not rungs.awaits_evaluation(name)
         assert rungs.pending_decisions() == []
-        assert rungs.limit(name) == 20
-    rungs.evaluate("t1", 20, 3.0)
+        assert rungs.step_limit(name) == 20
+    rungs.record_metric("t1", 20, 3.0)
     (decision,) = rungs.pending_decisions()
     assert (decision.step, decision.kept, decision.left) == (20, ("t3", "t2"), ("t1", "t0"))
-    assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
+    assert rungs.step_limit("t3") == 20, "nothing changes before it is adopted"
     rungs.apply_decision(decision)
-    assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
+    assert (rungs.step_limit("t3"), rungs.step_limit("t2")) == (60, 60)
     assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 continue"
     assert rungs.pending_decisions() == []
     for name, value in (("t2", 1.5), ("t3", 1.6)):
-        rungs.evaluate(name, 60, value)
+        rungs.record_metric(name, 60, value)
     decide(rungs)
     assert rungs.decisions[-1].reason("t3", 60) == "left the sweep at step 60: 2nd of 2, the best continues"
-    assert rungs.limit("t2") == STEPS
+    assert rungs.step_limit("t2") == STEPS
 
 
 def test_among_equals_the_first_of_the_file_goes_on_and_what_is_not_finite_is_worst():
     rungs = rungs_of(4, keep=0.5)
     for name, value in (("t3", 1.0), ("t2", 1.0), ("t1", 1.0), ("t0", math.nan)):
-        rungs.evaluate(name, 20, value)
+        rungs.record_metric(name, 20, value)
     decide(rungs)
     assert rungs.decisions[0].kept == ("t1", "t2")
     assert rungs.decisions[0].left == ("t3", "t0")
@@ -76,8 +76,8 @@ def test_among_equals_the_first_of_the_file_goes_on_and_what_is_not_finite_is_wo
 
 def test_with_mode_max_the_highest_go_on():
     rungs = rungs_of(2, keep=0.5, mode="max")
-    rungs.evaluate("t0", 20, 0.4)
-    rungs.evaluate("t1", 20, 0.5)
+    rungs.record_metric("t0", 20, 0.4)
+    rungs.record_metric("t1", 20, 0.5)
     decide(rungs)
     assert rungs.decisions[0].kept == ("t1",)
 
@@ -87,15 +87,15 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
     for name in ("t0", "t1"):
         rungs.end_trial(name, TrialEnd.FAILED, 7)
     for number in range(2, 6):
-        rungs.evaluate(f"t{number}", 20, float(number))
+        rungs.record_metric(f"t{number}", 20, float(number))
     decide(rungs)
     assert rungs.decisions[0].kept == ("t2", "t3", "t4")
     assert rungs.decisions[0].left == ("t5",)
     assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 continue"
     rungs.end_trial("t2", TrialEnd.LEFT, 40)
-    rungs.evaluate("t3", 60, 2.0)
+    rungs.record_metric("t3", 60, 2.0)
     assert rungs.pending_decisions() == []
-    rungs.evaluate("t4", 60, 3.0)
+    rungs.record_metric("t4", 60, 3.0)
     decide(rungs)
     assert rungs.decisions[1].kept == ("t3", "t4")
 
@@ -113,11 +113,11 @@ def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is
     rungs = rungs_of(4, keep=0.5)
     rungs.end_trial("t0", TrialEnd.FINISHED, 12)
     for number in (1, 2, 3):
-        rungs.evaluate(f"t{number}", 20, float(number))
+        rungs.record_metric(f"t{number}", 20, float(number))
     decide(rungs)
     assert rungs.decisions[0].kept == ("t1", "t2")
     for name, value in (("t1", 1.0), ("t2", 2.0)):
-        rungs.evaluate(name, 60, value)
+        rungs.record_metric(name, 60, value)
     decide(rungs)
     rungs.end_trial("t1", TrialEnd.FINISHED, STEPS)
     assert rungs.is_over()
@@ -130,18 +130,18 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
     """So decisions whose record is lost are made again, by the same values, as they were."""
     rungs = rungs_of(4, keep=0.5)
     for name, value in (("t0", 1.0), ("t1", 2.0), ("t2", 3.0), ("t3", 4.0)):
-        rungs.evaluate(name, 20, value)
+        rungs.record_metric(name, 20, value)
     decide(rungs)
     rungs.end_trial("t0", TrialEnd.FAILED, 33)
-    rungs.evaluate("t1", 60, 2.0)
+    rungs.record_metric("t1", 60, 2.0)
     decide(rungs)
     rungs.end_trial("t1", TrialEnd.FINISHED, STEPS)
     rebuilt = rungs_of(4, keep=0.5)
-    for name, ended in rungs.ended.items():
+    for name, ended in rungs.ended_trials.items():
         rebuilt.end_trial(name, ended.kind, ended.step)
     for name, seen in rungs.values.items():
         for step, value in seen.items():
-            rebuilt.evaluate(name, step, value)
+            rebuilt.record_metric(name, step, value)
     decide(rebuilt)
     assert [one.kept for one in rebuilt.decisions] == [one.kept for one in rungs.decisions]
 
@@ -152,7 +152,7 @@ def test_generations_are_decided_among_themselves():
     for name in ("u0", "u1"):
         rungs.add_trial(name, 100)
     for name, step, value in (("t0", 20, 1.0), ("t1", 20, 2.0), ("u0", 10, 9.0), ("u1", 10, 8.0)):
-        rungs.evaluate(name, step, value)
+        rungs.record_metric(name, step, value)
     decide(rungs)
     assert [(one.generation, one.kept) for one in rungs.decisions] == [(0, ("t0",)), (1, ("u1",))]
 
@@ -200,12 +200,13 @@ def play(trials, keep, seed):
     while movable := [
         name
         for name in at
-        if name not in rungs.ended and (rungs.awaits_evaluation(name) or rungs.limit(name) == STEPS)
+        if name not in rungs.ended_trials
+        and (rungs.awaits_evaluation(name) or rungs.step_limit(name) == STEPS)
     ]:
         name = rng.choice(movable)
         value, fate = trials[int(name[1:])][at[name]]
         at[name] += 1
-        step, limit = rungs.limit(name) - 5, rungs.limit(name)
+        step, limit = rungs.step_limit(name) - 5, rungs.step_limit(name)
         if fate != "goes on":
             rungs.end_trial(
                 name,
@@ -215,15 +216,15 @@ def play(trials, keep, seed):
         elif limit == STEPS:
             rungs.end_trial(name, TrialEnd.FINISHED, STEPS)
         else:
-            rungs.evaluate(name, limit, float(value))
+            rungs.record_metric(name, limit, float(value))
         if rng.random() < 0.5 or not any(
-            rungs.awaits_evaluation(name) for name in at if name not in rungs.ended
+            rungs.awaits_evaluation(name) for name in at if name not in rungs.ended_trials
         ):
             decide(rungs)
     decide(rungs)
     assert rungs.is_over()
     scores = {name: float(trials[int(name[1:])][2][0]) for name in at}
-    return rungs.decisions, rungs.ended, rungs.ranking(scores)
+    return rungs.decisions, rungs.ended_trials, rungs.ranking(scores)
 
 
 @pytest.mark.parametrize(("steps", "first"), [(100, 20), (1000, 100)])
@@ -293,7 +294,7 @@ def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
     assert found.rungs == (24, 8, 3)
     assert found.full_work == 24 * 200 * 16
     assert found.expected_work == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
-    assert found.share == pytest.approx(1220 / 4800)
+    assert found.expected_fraction == pytest.approx(1220 / 4800)
 
 
 def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None:
@@ -303,4 +304,4 @@ def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None
 
 
 def test_without_halving_nothing_is_saved() -> None:
-    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).share == 1
+    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).expected_fraction == 1

@@ -16,7 +16,6 @@ from weftune.jobs.sweeps.record import (
     SweepRecord,
     TrialRecord,
     base_sentence,
-    counts,
     expected_steps_left,
     leading_trials,
     number_text,
@@ -26,6 +25,7 @@ from weftune.jobs.sweeps.record import (
     rung_rows,
     rung_sentence,
     shorten_keys,
+    state_counts,
     swept_keys,
     trained_fraction,
     winners,
@@ -223,7 +223,7 @@ def test_numbers_have_few_letters(number: float, text: str) -> None:
 
 
 def test_states_are_counted_and_the_share_is_of_all_trials_to_their_end() -> None:
-    assert counts(sweep_record()) == {"finished": 3, "left": 20, "failed": 1}
+    assert state_counts(sweep_record()) == {"finished": 3, "left": 20, "failed": 1}
     steps = 3 * 200 + 5 * 60 + 15 * 20 + 4
     assert trained_fraction(sweep_record()) == pytest.approx(steps / (24 * 200))
 

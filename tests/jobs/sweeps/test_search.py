@@ -14,9 +14,9 @@ from weftune.jobs.spec.keys import MAX_NAME_LETTERS, name_fault
 from weftune.jobs.sweeps.search import (
     TrialSearch,
     combination_key,
-    combinations,
+    count_combinations,
     draw_combinations,
-    generations,
+    generation_sizes,
     grid_combinations,
     number_text,
     round_value,
@@ -37,13 +37,13 @@ SEEDS = st.integers(0, 2**63 - 1)
 def test_a_grid_is_the_whole_product_in_the_order_written(over: dict[str, Any]) -> None:
     found = grid_combinations(over)
     assert [tuple(values.values()) for values in found] == list(product(*over.values()))
-    assert len(found) == combinations(over)
+    assert len(found) == count_combinations(over)
     assert all(list(values) == list(over) for values in found)
 
 
 @given(LISTS, SEEDS, st.data())
 def test_draws_are_distinct_members_of_the_grid(over: dict[str, Any], seed: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, int(combinations(over))))
+    count = data.draw(st.integers(1, int(count_combinations(over))))
     found = draw_combinations(over, count, seed)
     assert len({combination_key(values) for values in found}) == count
     assert all(values in grid_combinations(over) for values in found)
@@ -63,7 +63,7 @@ def ranges(draw: st.DrawFn) -> ValueRange:
 @given(ranges(), SEEDS)
 def test_draws_lie_inside_their_range(over: ValueRange, seed: int) -> None:
     is_whole = isinstance(over.min, int)
-    count = int(min(20, combinations({"x": over})))
+    count = int(min(20, count_combinations({"x": over})))
     found = [values["x"] for values in draw_combinations({"x": over}, count, seed)]
     assert all(over.min <= value <= over.max for value in found)
     assert all(isinstance(value, int) == is_whole for value in found)
@@ -121,7 +121,7 @@ def test_a_narrow_range_is_drawn_with_more_digits_when_it_runs_out() -> None:
     ("trials", "sizes"), [(24, [6] * 4), (10, [3, 3, 3, 1]), (3, [1, 1, 1]), (1, [1]), (5, [2, 2, 1])]
 )
 def test_generations_are_a_quarter_each(trials: int, sizes: list[int]) -> None:
-    assert list(generations(trials)) == sizes
+    assert list(generation_sizes(trials)) == sizes
     assert sizes[0] == math.ceil(trials / 4)
 
 

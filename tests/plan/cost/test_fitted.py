@@ -107,7 +107,7 @@ def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
     pacing = Pacing(tuple(guess_pace(stage.layer_count) for stage in layout.stages), spare_microbatches=1)
     model = memory(layout=layout)
     windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
-    held = [rows_in_flight(model, one, model.key_fractions(JOBS, NOTHING)) for one in windows]
+    held = [rows_in_flight(model, one, model.key_value_fractions(JOBS, NOTHING)) for one in windows]
     assert held[0] == [40, 40], "one microbatch is in flight"
     assert held[1][0] == 80
     assert held[2][0] == 120, "as many as stages, and a spare one"
@@ -301,7 +301,7 @@ def test_a_window_with_chunks_holds_whole_keys_and_their_gradients() -> None:
     assert rows_in_flight(model, replace(window, devices=(passes[:1],)), [share]) == [2 + 6]
     assert rows_in_flight(model, replace(window, devices=(passes[:3],)), [share]) == [3 * 2 + 6]
     wide = 4 / SHAPE.bytes_per_value
-    assert model.sum_ratio == wide
+    assert model.gradient_byte_ratio == wide
     assert rows_in_flight(model, window, [share]) == [max(12, 2 * 2 + 6 + wide * 6)]
-    (share,) = model.key_fractions(JOBS, NOTHING)
+    (share,) = model.key_value_fractions(JOBS, NOTHING)
     assert 0 < share < 1

@@ -359,13 +359,13 @@ def test_the_capacity_leaves_room_for_the_logits_of_a_chunk() -> None:
 
 @pytest.mark.parametrize(("value", "each"), [(2, 4), (4, 4), (8, 8)])
 def test_the_mean_of_a_trial_takes_a_master_more_where_that_is(value: int, each: int) -> None:
-    plain, averaged = [job("a"), job("b", 500)], [job("a"), replace(job("b", 500), mean_vectors=1)]
+    plain, averaged = [job("a"), job("b", 500)], [job("a"), replace(job("b", 500), mean_weight_count=1)]
     model = MemoryModel(shape(value), budget_bytes=1 << 40)
     assert model.state_bytes(averaged) - model.state_bytes(plain) == 500 * each
     assert (
         model.predict_need(averaged, 10).state_bytes - model.predict_need(plain, 10).state_bytes == 500 * each
     )
-    layout = one_device_layout(1, optimizer_offloaded=True)
+    layout = one_device_layout(1, offloads_optimizer=True)
     offloaded = replace(model, layout=layout, host_budget_bytes=1 << 40)
     assert offloaded.host_bytes(averaged) - offloaded.host_bytes(plain) == 500 * each
     assert offloaded.predict_need(averaged, 10).state_bytes == offloaded.predict_need(plain, 10).state_bytes

@@ -9,7 +9,7 @@ from tests.plan.costs import CONFIG, SHAPE, TRUTH, work
 from tests.plan.profiles import KINDS, LAYER, PER_TOKEN, profile
 from weftune.base.architecture import model_shape
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.profile import (
     VERSION,
     cpu_threads,
@@ -89,7 +89,7 @@ def test_passes_over_few_layers_give_the_time_of_all() -> None:
         assert model.forward(one) == pytest.approx(truth, rel=0.05)
         assert model.evaluation(one) == pytest.approx(truth, rel=0.05)
     assert model.step(1, 5 * 10**6) == pytest.approx(TRUTH.step(1, 5 * 10**6), rel=0.05)
-    assert model.measured
+    assert model.is_measured
     assert "cpu, 2 threads" in model.source
 
 
@@ -156,4 +156,4 @@ def test_without_peaks_the_memory_model_stands_as_it_is() -> None:
 
 def test_without_a_single_pass_it_gives_what_is_counted() -> None:
     """A base whose context is shorter than what a profile is measured with."""
-    assert pass_terms(replace(profile(), passes=()), SHAPE) == counted_terms(SHAPE)
+    assert pass_terms(replace(profile(), passes=()), SHAPE) == flop_terms(SHAPE)

@@ -41,7 +41,7 @@ def test_counted_proportions_and_some_passes_predict_passes_of_other_sizes() -> 
     fitted = refit_cost_model(
         uncalibrated_cost_model(SHAPE), Times(passes=[measured(draw(dice)) for _ in range(40)])
     )
-    assert fitted.measured
+    assert fitted.is_measured
     errors = [error(fitted, draw(dice)) for _ in range(200)]
     assert sum(errors) / len(errors) < 0.05
 
@@ -102,5 +102,5 @@ def test_what_no_action_took_is_shared_out_over_the_actions() -> None:
 
 def test_old_measurements_are_forgotten() -> None:
     times = Times(passes=[measured(work([64]))] * (MAX_MEASUREMENTS + 5))
-    times.forget()
+    times.drop_old_measurements()
     assert len(times.passes) == MAX_MEASUREMENTS

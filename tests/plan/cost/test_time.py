@@ -58,7 +58,7 @@ def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
 
 def test_a_model_without_a_level_has_no_price() -> None:
     model = uncalibrated_cost_model(SHAPE)
-    assert not model.measured
+    assert not model.is_measured
     assert model.program_seconds(program(30), {"a": shape(1)}) is None
     assert model.solo_seconds([], 64, {}) is None
 
@@ -92,6 +92,6 @@ def test_alone_costs_what_its_passes_cost_one_by_one() -> None:
 
 
 def test_another_level_changes_passes_alone() -> None:
-    slower = TRUTH.times(2.0)
+    slower = TRUTH.multiply_by(2.0)
     assert slower.pass_seconds(work([64])) == pytest.approx(2 * TRUTH.pass_seconds(work([64])))
     assert slower.step == TRUTH.step

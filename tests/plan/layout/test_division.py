@@ -19,7 +19,7 @@ from weftune.launch.choice import choose_planned_layout
 from weftune.launch.plan_case import read_case
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.time import NO_TIME
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.division import AUTO, Division, Workload
@@ -31,7 +31,7 @@ from weftune.plan.program.program import Recompute
 CLUSTER = parse_cluster("4xA100-80G")
 FLOPS = data_sheet_speed(CLUSTER.devices[0]).flops
 TIMES = StageTimes(
-    SHAPE.layers, counted_terms(SHAPE).times(1 / FLOPS), NO_TIME, CLUSTER.link, 2 * SHAPE.hidden
+    SHAPE.layers, flop_terms(SHAPE).multiply_by(1 / FLOPS), NO_TIME, CLUSTER.link, 2 * SHAPE.hidden
 )
 WINDOWS = {
     name: course(name, [[size] * 4] * 2, evaluation=[])
@@ -79,7 +79,7 @@ def chosen(on, known, names="abcd"):
 def test_no_division_that_flags_can_force_is_faster(names):
     known = workload(names)
     best = chosen(machine(), known, names).candidates[0]
-    limits = known.limits(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
+    limits = known.search_space(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
     forced = list(limits.divisions(4))
     assert len(forced) > 10
     for one in forced:
@@ -98,7 +98,7 @@ def test_where_the_base_fits_one_device_shares_are_the_fastest_and_the_simplest(
 
 def with_overlap(link, slower=1000.0, may_overlap=True, **fields):
     """The choice for two shards of devices that are slower than an A100."""
-    terms = counted_terms(SHAPE).times(slower / FLOPS)
+    terms = flop_terms(SHAPE).multiply_by(slower / FLOPS)
     times = StageTimes(SHAPE.layers, terms, NO_TIME, link, 2 * SHAPE.hidden)
     capacity = fields.pop("capacity", 1024)
     two = machine(**{"workers": 1, "replicas": 1, "shards": 2, "shares": 1, **fields})
@@ -116,7 +116,7 @@ def test_microbatches_overlap_where_the_sums_of_shards_take_time():
     assert not plain.layout.overlaps
     assert "whose sums overlap with the computation of another microbatch" in found.reason
     best, second = found.candidates
-    assert best.division.text == "2 shards whose microbatches overlap"
+    assert best.division.description == "2 shards whose microbatches overlap"
     assert second.division == plain.candidates[0].division
     assert (
         best.tokens_per_second > 1.1 * second.tokens_per_second == 1.1 * plain.candidates[0].tokens_per_second
@@ -183,7 +183,7 @@ def test_idle_devices_count_as_idle():
 def test_flags_name_what_is_not_one():
     assert Division().flags == ""
     assert Division(shares=2, stages=4, capacity=1024).flags == "--gpus 2 --pipeline 4 --capacity 1024"
-    assert Division(replicas=2, shards=4).text == "2 replicas of 4 shards"
+    assert Division(replicas=2, shards=4).description == "2 replicas of 4 shards"
 
 
 def example(cluster, jobs=8, **flags):
@@ -241,7 +241,7 @@ def _renamed(job):
 
 
 def test_the_divisions_of_four_devices_are_all_that_fit_on_them():
-    limits = workload().limits(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
+    limits = workload().search_space(Division(shares=AUTO, replicas=AUTO, stages=AUTO, shards=AUTO), 4)
     found = {astuple(one)[:4] for one in limits.divisions(4)}
     assert (2, 1, 2, 1) in found
     assert all(a * b * c * d <= 4 for a, b, c, d in found)

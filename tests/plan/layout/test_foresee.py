@@ -76,7 +76,7 @@ def test_shards_divide_what_grows_with_rows_and_wait_for_sums_in_every_branch():
     gradient = LINK.all_reduce_seconds(4 * 10**5, 2)
     ends = 2 * hidden if shared.divides_vocabulary else 0.0
     assert timeline.sum_seconds == pytest.approx(2 * 2 * SHAPE.layers * hidden + gradient + ends)
-    busy = timeline.busy_shares()[0] * timeline.makespan
+    busy = timeline.busy_fractions()[0] * timeline.makespan
     assert timeline.makespan == pytest.approx(busy + timeline.sum_seconds)
     alone = LINKED.timeline(program, one, SHAPES)
     assert alone.sum_seconds == 0.0

@@ -27,7 +27,7 @@ from weftune.plan.layout.offloaded import (
 from weftune.plan.program.layout import one_device_layout
 from weftune.plan.program.program import Recompute
 
-OFFLOADED = one_device_layout(SHAPE.layers, optimizer_offloaded=True)
+OFFLOADED = one_device_layout(SHAPE.layers, offloads_optimizer=True)
 
 
 def jobs(count: int, tokens: int = 4096, rank: int = 16) -> list[JobShape]:

@@ -11,7 +11,7 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import uncalibrated_cost_model
-from weftune.plan.layout.seats import too_large
+from weftune.plan.layout.seats import find_misfits
 from weftune.plan.layout.split import JobWork, data_sheet_cost, job_seconds, share_jobs
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 
@@ -72,7 +72,7 @@ def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000)
     held = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(held_out))
     shape = JobShape("a", 0, 0, trainable_parameters=trainable, max_sample_tokens=max((*lengths, *held_out)))
     batch = GlobalBatch("a", 1, samples, sum(lengths))
-    return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out=held)
+    return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out_samples=held)
 
 
 def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
@@ -91,7 +91,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
     slow, fast = (Speed(flops, flops, 1.0, 0.0, "a data sheet") for flops in (1e9, 4e9))
     seconds = [job_seconds(work(), data_sheet_cost(SHAPE, speed), 1024) for speed in (slow, fast)]
     assert seconds[0] == pytest.approx(4 * seconds[1])
-    assert data_sheet_cost(SHAPE, slow).measured
+    assert data_sheet_cost(SHAPE, slow).is_measured
     # Two passes over the weights, two operations a weight, 110 tokens a step; all the rest is less.
     least = 10 * 110 * 2 * 2 * LAYERS * 4 * HIDDEN**2 / 1e9
     assert least < seconds[0] < 3 * least
@@ -100,7 +100,7 @@ def test_a_data_sheet_gives_the_counted_terms_their_level():
 def test_a_job_that_does_not_fit_even_alone_is_named_with_its_numbers():
     jobs = [JobShape("small", 0, 0, 1000, 64), JobShape("large", 0, 1, 1 << 30, 512)]
     memory = MemoryModel(SHAPE, SLACK_BYTES + (64 << 20))
-    found = too_large(jobs, memory.misfit_reason)
+    found = find_misfits(jobs, memory.misfit_reason)
     assert list(found) == ["large"]
     assert "longest sample of 512 tokens, but 0.31 GiB are available" in found["large"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.plan.costs import SHAPE
 from tests.plan.program.test_check import course
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.prior import DirectionTerms, KindTerms, counted_terms
+from weftune.plan.cost.prior import DirectionTerms, KindTerms, flop_terms
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import Machine, choose_layout
 from weftune.plan.layout.foresee import StageTimes
@@ -28,7 +28,7 @@ def with_fixed_time(terms: KindTerms) -> KindTerms:
     return replace(terms, embedding=replace(terms.embedding, fixed=PASS_SECONDS))
 
 
-COUNTED = counted_terms(SHAPE).times(1 / 1e12)
+COUNTED = flop_terms(SHAPE).multiply_by(1 / 1e12)
 TERMS = DirectionTerms(*map(with_fixed_time, (COUNTED.forward, COUNTED.backward, COUNTED.evaluation)))
 TIMES = StageTimes(SHAPE.layers, TERMS, Rate())
 Batches = Sequence[Sequence[int]]

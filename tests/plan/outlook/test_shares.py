@@ -4,7 +4,7 @@ from benchmarks.studies.scheme import make_batch
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import data_sheet_speed
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.time import Rate
 from weftune.plan.layout.choose import Machine, choose_layout, fitting_jobs
 from weftune.plan.layout.foresee import StageTimes
@@ -12,7 +12,7 @@ from weftune.plan.outlook.forecast import predict_window, share_outlook
 from weftune.plan.window.rounds import JobWindow
 
 SPEED = data_sheet_speed(parse_cluster("A100-80G").devices[0])
-TIMES = StageTimes(SHAPE.layers, counted_terms(SHAPE).times(1 / SPEED.flops), Rate())
+TIMES = StageTimes(SHAPE.layers, flop_terms(SHAPE).multiply_by(1 / SPEED.flops), Rate())
 
 
 def shared(jobs, seconds, devices=2, gib=72):

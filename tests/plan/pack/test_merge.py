@@ -42,7 +42,7 @@ def schedules(draw):
 @given(schedules(), st.integers(1, 5), st.sampled_from([1, 8]))
 def test_whatever_is_merged_is_legal_and_takes_no_more_places(rounds, stages, multiple):
     rules = MergeRules(64, stages, multiple, SMALL)
-    merged, plain = merge(rounds, rules), merge(rounds, rules, move_samples=False)
+    merged, plain = merge(rounds, rules), merge(rounds, rules, moves_samples=False)
     verify_microbatches(rounds, merged.microbatches, rules)
     assert len(merged.microbatches) <= len(plain.microbatches)
     assert plain.moved_samples == 0

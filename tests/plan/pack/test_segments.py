@@ -19,7 +19,7 @@ def test_rungs_are_never_far_above_and_never_below() -> None:
 def test_on_the_ladder_no_microbatch_more_is_needed_and_all_keep_to_the_capacity(lengths, capacity):
     samples = tuple(PlacedSample(i, length, sum(lengths[:i])) for i, length in enumerate(lengths))
     plain = pack_segments([SegmentPlan("a", 1, samples)], capacity)
-    laddered = pack_segments([SegmentPlan("a", 1, samples)], capacity, ladder=True)
+    laddered = pack_segments([SegmentPlan("a", 1, samples)], capacity, pads_to_ladder=True)
     assert len(laddered) == len(plain)
     assert all(one.tokens <= one.rows <= capacity for one in laddered)
     assert sum(one.tokens for one in laddered) == sum(lengths)
@@ -27,6 +27,6 @@ def test_on_the_ladder_no_microbatch_more_is_needed_and_all_keep_to_the_capacity
 
 def test_microbatches_of_a_round_on_the_ladder_are_evenly_full() -> None:
     samples = tuple(PlacedSample(i, 100, 100 * i) for i in range(100))
-    rows = [one.rows for one in pack_segments([SegmentPlan("a", 1, samples)], 8192, ladder=True)]
+    rows = [one.rows for one in pack_segments([SegmentPlan("a", 1, samples)], 8192, pads_to_ladder=True)]
     assert len(rows) == 2
     assert sum(rows) <= 1.05 * 10_000

@@ -613,8 +613,8 @@ def as_chunk(program, number):
             lambda p: left_out(p, 0, ForwardHalf(0, 0, 0), ForwardHalf(0, 0, 1)),
             "has no half layers before it",
         ),
-        (lambda p: replace(p, half_layers=4), "comes after 2 of 4 half layers"),
-        (lambda p: replace(p, half_layers=0), "is out of order"),
+        (lambda p: replace(p, half_layer_count=4), "comes after 2 of 4 half layers"),
+        (lambda p: replace(p, half_layer_count=0), "is out of order"),
         (
             lambda p: moved_before(p, 0, ForwardHalf(2, 0, 0), Backward(0)),
             "makes three overlapping microbatches in flight",

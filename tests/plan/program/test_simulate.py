@@ -48,7 +48,7 @@ def test_one_microbatch_pays_every_pass_every_hop_and_the_word_for_the_step():
     assert start_and_stop(timeline, Send(0, 0, "gradient", 0)) == [(8.25, 9.0)]
     assert start_and_stop(timeline, Step("job0", 1)) == [(12.0, 12.5), (12.25, 12.75)]
     assert timeline.makespan == 2.0 + 1.25 + 2.0 + 3.0 + 0.75 + 3.0 + 0.25 + 0.5
-    assert timeline.busy_shares() == (5.5 / 12.75, 5.5 / 12.75)
+    assert timeline.busy_fractions() == (5.5 / 12.75, 5.5 / 12.75)
     assert timeline.bubbles(Span(0.0, 4.0)) == (0.5, 1 - 0.75 / 4.0)
 
 
@@ -204,8 +204,8 @@ def overlapping(sum_seconds, layers=1):
         4.0 * layers + sums + 0.5,
         8.0 * layers + sums,
         kept_bytes=7,
-        forward_sums=sums,
-        backward_sums=sums,
+        forward_sum_seconds=sums,
+        backward_sum_seconds=sums,
         forward_half=forward,
         backward_half=backward,
     )
@@ -227,7 +227,7 @@ def test_the_sum_of_one_microbatch_overlaps_with_the_half_layer_of_the_other():
     assert spans[compute, BackwardHalf(0, 0, 1)] == (9.5, 15.5)
     assert spans[compute, BackwardHalf(1, 0, 0)] == (23.5, 25.5)
     assert timeline.makespan == 26.5
-    assert timeline.busy_shares() == (25.0 / 26.5,)
+    assert timeline.busy_fractions() == (25.0 / 26.5,)
     assert simulate(plain, prices, PricedCluster(1)).makespan == 2 * (6.5 + 10.0)
 
 
@@ -252,7 +252,7 @@ def test_with_the_proportions_of_llama_3_a_round_is_little_longer_than_compute(s
     forward = HalfPrice(0.2, 0.8, share / 2)
     sums = 32 * share / 2
     price = PassPrice(
-        16.0 + sums, 16.0 + sums, forward_sums=sums, backward_sums=sums,
+        16.0 + sums, 16.0 + sums, forward_sum_seconds=sums, backward_sum_seconds=sums,
         forward_half=forward, backward_half=forward,
     )  # fmt: skip
     prices = Prices(((price,),) * 2)

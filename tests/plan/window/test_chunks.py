@@ -40,8 +40,8 @@ def test_one_job_of_long_samples_fills_a_pipeline_of_four_stages():
         simulated(plan_pipeline([course("a", LONG)], one), one)
         for one in (rules(pace=even, min_chunk_rows=0), rules(pace=even, min_chunk_rows=50))
     )
-    assert 1 - sum(whole.busy_shares()) / 4 == pytest.approx(1 / 3)
-    assert 1 - sum(cut.busy_shares()) / 4 == pytest.approx(3 / (48 + 3))
+    assert 1 - sum(whole.busy_fractions()) / 4 == pytest.approx(1 / 3)
+    assert 1 - sum(cut.busy_fractions()) / 4 == pytest.approx(3 / (48 + 3))
     assert cut.makespan < 0.8 * whole.makespan
     assert all(mine <= theirs for mine, theirs in zip(cut.peaks, whole.peaks, strict=True)), "rows in flight"
 
@@ -109,7 +109,7 @@ def test_virtual_tokens_are_all_in_the_first_chunk():
 def test_chunks_are_not_padded_since_their_passes_are_not_captured():
     layout = pipeline_layout([LayerRange(n, n + 1, 4) for n in range(4)])
     pacing = Pacing((PACE,) * 4, min_chunk_rows=8)
-    program = plan_window([course("a", [[399] * 6])], layout, 512, ladder=True, pacing=pacing)
+    program = plan_window([course("a", [[399] * 6])], layout, 512, pads_to_ladder=True, pacing=pacing)
     assert program.has_chunks
     assert all(one.rows == one.tokens for one in program.microbatches if one.chunk)
 

@@ -95,7 +95,7 @@ def test_the_simulator_carries_what_is_in_flight_over_a_seam(jobs, stages, round
         timeline = simulate(program, prices, PricedCluster(stages * replicas))
         assert tuple(levels[0].bytes for levels in timeline.memory) == end
         end = tuple(levels[-1].bytes for levels in timeline.memory)
-        busy += sum(timeline.busy_shares()) * timeline.makespan
+        busy += sum(timeline.busy_fractions()) * timeline.makespan
     assert end == (0,) * stages * replicas
     rows = sum(sum(map(sum, batches)) for batches in jobs.values())
     assert busy == pytest.approx(stages * rows * 3)
@@ -118,7 +118,7 @@ def test_a_window_that_evaluates_scores_or_has_no_batch_of_its_own_drains():
     finishing = plan_pipeline(empty, rules(3), left, hands_over=True)
     assert unfinished_work(finishing) == FINISHED
     assert {(one.job, one.step) for one in finishing.batches} == {(one.job, one.step) for one in left.batches}
-    scoring = [replace(one, scored=one.batches[0].samples) for one in windows_of(JOBS, left.steps, 1)]
+    scoring = [replace(one, scored_samples=one.batches[0].samples) for one in windows_of(JOBS, left.steps, 1)]
     check(join_windows([first, plan_pipeline(scoring, rules(3), left, hands_over=False)]))
 
 

@@ -11,7 +11,7 @@ from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.rounds import even_groups
 from weftune.plan.window.window import plan_window
 
-OFFLOADED = one_device_layout(4, optimizer_offloaded=True)
+OFFLOADED = one_device_layout(4, offloads_optimizer=True)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 1000), min_size=1, max_size=20))

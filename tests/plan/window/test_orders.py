@@ -46,7 +46,7 @@ def steady_bubbles(program, prices, steady=STEADY):
     devices = len(program.devices)
     timeline = simulate(program, prices, PricedCluster(devices))
     spans = [timeline.span_between_steps(device, "job0", *steady) for device in range(devices)]
-    return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
+    return [1 - timeline.busy_fraction(device, span) for device, span in enumerate(spans)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_every_order_is_legal_and_the_simulator_runs_it_to_its_end(plan, stages,
         busy = [
             sum(sum(rows[number][stage]) for number in plan.filled_microbatches) for stage in range(stages)
         ]
-        assert timeline.busy_shares() == pytest.approx([seconds / timeline.makespan for seconds in busy])
+        assert timeline.busy_fractions() == pytest.approx([seconds / timeline.makespan for seconds in busy])
         assert max(timeline.peaks) <= len(plan.filled_microbatches)
 
 
@@ -169,7 +169,7 @@ def idle_within(timeline, device):
     """Seconds that a device does not compute between its first pass and its last."""
     passes = [one for one in timeline.events_of(device) if isinstance(one.action, Forward | Backward)]
     span = Span(passes[0].start, passes[-1].stop)
-    return span.seconds * (1.0 - timeline.busy_share(device, span))
+    return span.seconds * (1.0 - timeline.busy_fraction(device, span))
 
 
 def last_stage_idle(made, plan, queues):

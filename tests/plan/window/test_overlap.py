@@ -46,7 +46,7 @@ def test_two_microbatches_advance_in_turns_and_their_steps_follow_both():
         *(Backward(0), Backward(1)),
         *(Step("job0", 1), Step("job1", 1)),
     )
-    assert program.half_layers == 2
+    assert program.half_layer_count == 2
     check(program)
 
 
@@ -57,7 +57,7 @@ def test_a_microbatch_that_needs_the_step_of_its_neighbour_does_not_overlap_with
 
 def test_a_microbatch_without_a_neighbour_stays_whole():
     program = overlap_microbatches(alternating(jobs=1, steps=1, microbatches=3), LAYERS)
-    assert program.overlapped == {0, 1}
+    assert program.overlapped_microbatches == {0, 1}
     assert program.actions[-3:] == (Forward(2), Backward(2), Step("job0", 1))
     check(program)
 
@@ -94,9 +94,9 @@ def test_every_window_is_legal_and_trains_the_same_microbatches_as_without_overl
 
 def test_recomputed_layers_do_not_overlap():
     courses = [course(name, [[30, 30]]) for name in "ab"]
-    assert plan_window(courses, LAYOUT, 32, pacing=PACING).overlapped
+    assert plan_window(courses, LAYOUT, 32, pacing=PACING).overlapped_microbatches
     again = plan_window(courses, LAYOUT, 32, recompute=Recompute(recomputed_layers=1), pacing=PACING)
-    assert not again.overlapped
+    assert not again.overlapped_microbatches
 
 
 def test_only_shards_of_one_stage_and_one_replica_overlap():

@@ -74,7 +74,7 @@ def test_every_window_of_replicas_is_legal_and_trains_the_same_batches_as_one_pi
     for stage in range(stages):
         orders = {
             tuple(one for one in of(program, device, Reduce) if one.payload == "norm")
-            for device in program.group(stage)
+            for device in program.same_stage_devices(stage)
         }
         assert len(orders) == 1, "the ranks of a group add gradients up in one order"
 

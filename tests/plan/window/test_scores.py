@@ -40,7 +40,7 @@ def windows(draw):
     for number in range(draw(st.integers(1, 5))):
         step = draw(st.integers(0, 3))
         if scored := draw(LENGTHS):
-            found.append(replace(course(f"job{number}", [], step), scored=placed(scored)))
+            found.append(replace(course(f"job{number}", [], step), scored_samples=placed(scored)))
         else:
             batches = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), max_size=3))
             found.append(course(f"job{number}", batches, step, [5], {step, step + 1}, begins=step == 0))
@@ -59,7 +59,7 @@ def scored_samples(program):
 
 def requested(windows):
     return sorted(
-        (one.job, one.step, sample.sample, sample.length) for one in windows for sample in one.scored
+        (one.job, one.step, sample.sample, sample.length) for one in windows for sample in one.scored_samples
     )
 
 
@@ -82,22 +82,24 @@ def test_every_sample_is_scored_once_in_a_pipeline_before_any_training(jobs, sta
 
 
 def test_samples_of_several_jobs_are_scored_in_one_microbatch_while_another_job_trains():
-    jobs = [replace(course(name, []), scored=placed([5, 4])) for name in "ab"] + [course("c", [[9]], 7)]
+    jobs = [replace(course(name, []), scored_samples=placed([5, 4])) for name in "ab"] + [
+        course("c", [[9]], 7)
+    ]
     program = plan_window(jobs, one_device_layout(), 20)
     assert [type(action).__name__ for action in program.actions] == ["Score", "Forward", "Backward", "Step"]
     assert program.microbatches[0].jobs == ("a", "b")
 
 
 def test_a_window_scores_what_fits_its_seconds_and_at_least_one_sample():
-    jobs = [replace(course(name, []), scored=placed([5] * 6)) for name in "ab"]
+    jobs = [replace(course(name, []), scored_samples=placed([5] * 6)) for name in "ab"]
     of_eight = WindowPace(WINDOW_SECONDS / EVALUATION_SHARE / 40)
-    assert [len(one.scored) for one in cut_windows(jobs, of_eight)] == [6, 2]
-    assert [len(one.scored) for one in cut_windows(jobs, WindowPace(1e9))] == [1, 0]
-    assert [len(one.scored) for one in cut_windows(jobs, WindowPace())] == [6, 6]
+    assert [len(one.scored_samples) for one in cut_windows(jobs, of_eight)] == [6, 2]
+    assert [len(one.scored_samples) for one in cut_windows(jobs, WindowPace(1e9))] == [1, 0]
+    assert [len(one.scored_samples) for one in cut_windows(jobs, WindowPace())] == [6, 6]
 
 
 def test_a_score_is_priced_as_a_forward_that_keeps_nothing():
-    job = replace(course("a", []), scored=placed([20, 30]))
+    job = replace(course("a", []), scored_samples=placed([20, 30]))
     program = plan_pipeline([job], PipelineRules(30, (PACE,) * 2))
     assert sum(isinstance(one, Send) for one in program.devices[0]) == 2
     prices = pace_prices(program.microbatches, (PACE,) * 2)
@@ -115,7 +117,7 @@ def test_a_score_is_priced_as_a_forward_that_keeps_nothing():
 
 
 def test_a_sample_scored_twice_or_at_another_step_is_found():
-    job = replace(course("a", [], step=2), scored=placed([5]))
+    job = replace(course("a", [], step=2), scored_samples=placed([5]))
     program = plan_window([job], one_device_layout(), 10)
     with pytest.raises(IllegalProgram, match="a is at step 1"):
         check(program, {"a": 1})

@@ -222,6 +222,9 @@ def test_where_inputs_are_offloaded_an_evaluation_holds_no_more_than_training_do
 
 def test_with_a_ladder_trained_microbatches_have_the_sizes_of_the_resident_ones():
     chosen, courses = cut(1, 1, slots=1), [course("a", [[150, 140], [300]]), course("b", [[200], [10]])]
-    program = plan_window(courses, chosen, 512, ladder=True)
+    program = plan_window(courses, chosen, 512, pads_to_ladder=True)
     assert [one.rows for one in program.microbatches] == [512, 384]
-    assert program.microbatches == plan_window(courses, one_device_layout(), 512, ladder=True).microbatches
+    assert (
+        program.microbatches
+        == plan_window(courses, one_device_layout(), 512, pads_to_ladder=True).microbatches
+    )

@@ -103,7 +103,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     jobs = jobs_for(base)
     executor = adapted_executor(base, jobs, route, monkeypatch)
     courses = [job.job_window(0, steps, False) for job in jobs]
-    program = plan_window(courses, one_device_layout(), CAPACITY, ladder=True, recompute=recompute)
+    program = plan_window(courses, one_device_layout(), CAPACITY, pads_to_ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
     events = list(executors.run_program(executor, program, jobs))
     executor.restore_base()
@@ -213,7 +213,7 @@ def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, mo
         executor = adapted_executor(base, jobs, route, monkeypatch)
         courses = [job.job_window(0, 1, False) for job in jobs]
         made = NOTHING if route is Route.segmented else recompute
-        program = plan_window(courses, one_device_layout(), 64, ladder=True, recompute=made)
+        program = plan_window(courses, one_device_layout(), 64, pads_to_ladder=True, recompute=made)
         assert {len(plan.jobs) for plan in program.microbatches} == {len(jobs)}
         events = list(executors.run_program(executor, program, jobs))
         assert sum(isinstance(event, Stepped) for event in events) == len(jobs)
@@ -287,7 +287,7 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
         if sick:
             executor.banks.attached["dropping"].weights.fill_(math.nan)
         program = plan_window(
-            [job.job_window(0, 1, False) for job in jobs], one_device_layout(), CAPACITY, ladder=True
+            [job.job_window(0, 1, False) for job in jobs], one_device_layout(), CAPACITY, pads_to_ladder=True
         )
         assert program.shared_count() > 0
         events = list(executors.run_program(executor, program, jobs))

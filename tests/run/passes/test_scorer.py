@@ -24,9 +24,11 @@ def test_losses_of_all_jobs_together_are_those_of_each_alone_and_so_is_the_gradi
     def made(together: bool) -> tuple[Scores, torch.Tensor]:
         leaf_TD = h_TD.clone().requires_grad_()
         if together:
-            scores = scorer.score_segments_together(leaf_TD, laid, program.supervised)
+            scores = scorer.score_segments_together(leaf_TD, laid, program.supervised_token_count)
         else:
-            scores = scorer.score(leaf_TD, laid, program.supervised, program.sample_counts)
+            scores = scorer.score(
+                leaf_TD, laid, program.supervised_token_count, program.supervised_tokens_by_sample
+            )
         return scores, scores.gradient_TD(failed_jobs={"job3"})
 
     (together, gradient_TD), (alone, wanted_TD) = made(True), made(False)

@@ -116,7 +116,7 @@ def as_shard(connections, family, dtype, jobs_of, cuts, poison, cancelled, overl
     program = pipeline_program(jobs, position, None)
     if overlaps:
         program = overlap_microbatches(program, layout.layers)
-        assert program.overlapped
+        assert program.overlapped_microbatches
     by_name, kinds = {job.name: job for job in jobs}, program.pass_kinds()
     microbatches = {
         n: collate_plan(plan, kinds[n], by_name)

@@ -203,7 +203,7 @@ class Training:
             created_at=submission.created_at,
             status=JobStatus(state=path[-1] or State.QUEUED, **status),
         )
-        if row.state.ended:
+        if row.state.has_ended:
             row = replace(row, finished_at=time.time())
         if row.state is State.SUCCEEDED:
             row = replace(row, model=str(self.model(submission)))

@@ -179,7 +179,7 @@ def test_mistakes_are_sentences(service, own, monkeypatch):
     with pytest.raises(UserError, match="No such fine_tuning_job"):
         own.job("ftjob-nothing")
     with pytest.raises(UserError, match="API key is missing or not valid"):
-        list(ServiceClient(service.url, "wrong").list("/v1/models"))
+        list(ServiceClient(service.url, "wrong").list_items("/v1/models"))
     with pytest.raises(UserError, match="is no address of a service; write http://HOST:PORT"):
         ServiceClient("localhost:8000", "key")
     monkeypatch.delenv(service_jobs.URL, raising=False)

@@ -230,7 +230,7 @@ def walk_through(store: TrainingStore, walk: Walk) -> None:
         assert [one.new for one in found] == path
         assert [one.old for one in found] == [None, *path[:-1]]
         assert store.jobs_by_id([id])[id].state is path[-1]
-        assert not any(old.ended for old in path[:-1])
+        assert not any(old.has_ended for old in path[:-1])
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_a_retried_trial_is_not_ended_again_by_the_record_when_the_status_was_re
         assert store.job("s-a").state is not State.FAILED
         again = RunningSweep(sweep_of(), store, {}, print, None)
         again.restore(retried_trials=["s-a"])
-        assert not store.job("s-a").state.ended
-        assert "s-a" not in again.rungs.ended
+        assert not store.job("s-a").state.has_ended
+        assert "s-a" not in again.rungs.ended_trials
         assert store.job("s-b").state is State.FAILED
 
 

@@ -328,7 +328,7 @@ def test_the_mean_is_counted_in_the_memory_of_trials_and_of_nobody_else(base, jo
 
         def callback(event):
             loop = trainer.loop
-            seen[judge] = {name: job.shape.mean_vectors for name, job in loop.jobs.items()}
+            seen[judge] = {name: job.shape.mean_weight_count for name, job in loop.jobs.items()}
             seen[judge, "bytes"] = loop.fitted_models.memory.state_bytes(
                 job.shape for job in loop.jobs.values()
             )

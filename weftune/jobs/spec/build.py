@@ -139,7 +139,7 @@ def locate_adapter(folder: Path, text: str) -> str:
 
 
 Record = TypeVar("Record")
-TOKEN = Bound(whole=True, at_least=0, at_most=2**31 - 1)
+TOKEN = Bound(is_integer=True, at_least=0, at_most=2**31 - 1)
 """Allowed range of a token id."""
 
 

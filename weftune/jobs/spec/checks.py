@@ -354,8 +354,8 @@ def _source_adapter(
 
 
 def _start_warnings(adapter: LoraSpec, source_adapter: LoraSpec, sites: Sequence[SiteShape]) -> Iterator[str]:
-    """Warn if a LoRA job's scale differs from the scale of the adapter that it starts from. PEFT's files
-    contain A and B only, so the new job multiplies their product by its own scale."""
+    """Yield a warning if a LoRA job's scale differs from the scale of the adapter that it starts from. PEFT's
+    files contain A and B only, so the new job multiplies their product by its own scale."""
     for site in sites:
         scale, was = adapter.scale_at(site.name), source_adapter.scale_at(site.name)
         if not math.isclose(scale, was):
@@ -390,10 +390,10 @@ def name_faults(
             yield name, "a job cannot start from itself; name another, or write init_from: null"
         elif source not in known_names:
             yield name, _unknown_source_message(source, [other for other in known_names if other != name])
-        elif name not in told and (circle := _source_cycle(name, sources)):
-            told.update(circle)
-            way = " from ".join([*circle, name])
-            yield name, f"jobs wait for each other in a circle, {way}; let one of them start from a folder"
+        elif name not in told and (cycle := _source_cycle(name, sources)):
+            told.update(cycle)
+            way = " from ".join([*cycle, name])
+            yield name, f"jobs wait for each other in a cycle, {way}; let one of them start from a folder"
 
 
 def _sweep_source_message(source: str, trials: Mapping[str, str]) -> str:

@@ -120,7 +120,7 @@ class JobKeys(TypedDict, total=False):
     batch_size: Annotated[int, Bound(at_least=1, at_most=10**9)]
     learning_rate: Annotated[float, Bound(above=0)]
     schedule: Schedule
-    warmup: Annotated[float, Bound(at_least=0, at_most=MAX_COUNT, share=True)]
+    warmup: Annotated[float, Bound(at_least=0, at_most=MAX_COUNT, allows_fraction=True)]
     weight_decay: Annotated[float, Bound(at_least=0)]
     betas: Sequence[Annotated[float, Bound(at_least=0, below=1)]]
     eps: Annotated[float, Bound(above=0, at_most=1)]
@@ -177,7 +177,7 @@ sweep."""
 
 def shared_value_reason(location: Sequence[str | int]) -> str | None:
     """Return the reason why all trials of a sweep must have the same value at `location`, or None if the
-    values may differ. Numbers of the objective, such as `objective.beta`, may differ."""
+    values may differ. Numbers in the section `objective`, such as `objective.beta`, may differ."""
     if location[0] == "objective" and len(location) > 1 and location[1] not in ("kind", "loss_type"):
         return None
     return SAME_FOR_ALL.get(str(location[0]))

@@ -77,7 +77,7 @@ def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:
 def parse_base(values: Mapping[str, Any]) -> BaseSpec:
     """Read a base from a mapping with the keys of `base` in a jobs file."""
     reader = _Reader("", Path.cwd(), {}, [])
-    base = reader.base(values)
+    base = reader.read_base(values)
     reader.raise_mistakes()
     assert base is not None
     return base
@@ -98,18 +98,18 @@ class _Reader:
     def run(self, values: Any, file: Path | None) -> RunSpec:
         if not isinstance(values, Mapping):
             got = "it is empty" if values is None else f"it holds {format_value(values)}"
-            self.fault((), f"must be a mapping with the keys base and jobs, but {got}")
+            self.add_fault((), f"must be a mapping with the keys base and jobs, but {got}")
             self.raise_mistakes()
         if not values.keys() >= {"base"}:
-            self.fault((), "needs base: a Hub id, a folder, a GGUF file, or demo")
+            self.add_fault((), "needs base: a Hub id, a folder, a GGUF file, or demo")
         for key in values:
             if key not in SECTIONS["run"]:
-                self.fault((key,), unknown_key("run", str(key)))
-        base = self.base(values["base"]) if "base" in values else None
-        output = self.output(values.get("output"))
-        report_to = self.report_to(values.get("report_to"))
-        deterministic = self.deterministic(values.get("deterministic", False))
-        jobs, sweeps, places = self.jobs(values)
+                self.add_fault((key,), unknown_key("run", str(key)))
+        base = self.read_base(values["base"]) if "base" in values else None
+        output = self.read_output(values.get("output"))
+        report_to = self.read_report_to(values.get("report_to"))
+        deterministic = self.read_deterministic(values.get("deterministic", False))
+        jobs, sweeps, places = self.read_jobs(values)
         if base is None:
             self.raise_mistakes()
         assert base is not None
@@ -145,27 +145,27 @@ class _Reader:
             return ()
         return check_on_base(run.jobs, shape, run.base, run.locate)
 
-    def fault(self, location: Loc, sentence: str) -> None:
+    def add_fault(self, location: Loc, sentence: str) -> None:
         line = next(
             (self.lines[location[:n]] for n in range(len(location), -1, -1) if location[:n] in self.lines), 0
         )
         self.mistakes.append(Place(self.file, line, dotted_name(location)).mistake(sentence))
 
-    def base(self, value: Any) -> BaseSpec | None:
+    def read_base(self, value: Any) -> BaseSpec | None:
         keys = {"model": value} if isinstance(value, str) else value
         if not isinstance(keys, Mapping):
-            self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {format_value(value)}")
+            self.add_fault(("base",), f"must be {EXPECTED[('base',)]}, got {format_value(value)}")
             return None
         known = {key: keys[key] for key in keys if key in SECTIONS["base"]}
         for key in keys:
             if key not in known:
-                self.fault(("base", key), unknown_key("base", str(key)))
+                self.add_fault(("base", key), unknown_key("base", str(key)))
         known, flaws = check_rope(known)
         base = build(BaseSpec, known, "base", ("base",))
         flaws = [*flaws, *(base if isinstance(base, list) else ())]
         if flaws:
             for loc, sentence in {flaw.loc: flaw.sentence for flaw in reversed(flaws)}.items():
-                self.fault(loc, sentence)
+                self.add_fault(loc, sentence)
             return None
         assert isinstance(base, BaseSpec)
         return self.resolve_base(base, ("base",) if isinstance(value, str) else ("base", "model"))
@@ -173,62 +173,62 @@ class _Reader:
     def resolve_base(self, base: BaseSpec, location: Loc) -> BaseSpec:
         path = resolve_path(self.folder, base.model)
         if base.revision is not None and not is_revision(base.revision):
-            self.fault(
+            self.add_fault(
                 ("base", "revision"), f"must be a branch, tag or commit, got {format_value(base.revision)}"
             )
         if not base.model:
-            self.fault(location, "must not be empty")
+            self.add_fault(location, "must not be empty")
         elif base.model == DEMO:
             return base
         elif path_exists(path):
             return replace(base, model=str(path), written=base.model)
         elif not is_hub_id(base.model):
-            self.fault(location, missing_path_message(self.folder, base.model, "file or folder"))
+            self.add_fault(location, missing_path_message(self.folder, base.model, "file or folder"))
         return base
 
-    def output(self, value: Any) -> Path:
+    def read_output(self, value: Any) -> Path:
         if value is not None and (not isinstance(value, str) or not value):
-            self.fault(("output",), f"must be the path of a folder, got {format_value(value)}")
+            self.add_fault(("output",), f"must be the path of a folder, got {format_value(value)}")
             value = None
         path = resolve_path(self.folder, value or OUTPUT)
         if path_exists(path) and not path.is_dir():
-            self.fault(("output",), f"{format_value(value or OUTPUT)} is a file; name a folder")
+            self.add_fault(("output",), f"{format_value(value or OUTPUT)} is a file; name a folder")
         return path
 
-    def report_to(self, value: Any) -> tuple[Tracker, ...]:
+    def read_report_to(self, value: Any) -> tuple[Tracker, ...]:
         known = get_args(Tracker)
         trackers = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(trackers, list):
-            self.fault(("report_to",), f"must be a list of {', '.join(known)}, got {format_value(value)}")
+            self.add_fault(("report_to",), f"must be a list of {', '.join(known)}, got {format_value(value)}")
             return ()
         for index, tracker in enumerate(trackers):
             if tracker not in known:
                 loc: Loc = ("report_to",) if isinstance(value, str) else ("report_to", index)
                 sentence = f"must be {', '.join(known[:-1])} or {known[-1]}, got {format_value(tracker)}"
-                self.fault(loc, f"{sentence}; for none leave report_to out")
+                self.add_fault(loc, f"{sentence}; for none leave report_to out")
         return tuple(dict.fromkeys(tracker for tracker in trackers if tracker in known))
 
-    def deterministic(self, value: Any) -> bool:
+    def read_deterministic(self, value: Any) -> bool:
         if not isinstance(value, bool):
-            self.fault(("deterministic",), f"must be true or false, got {format_value(value)}")
+            self.add_fault(("deterministic",), f"must be true or false, got {format_value(value)}")
         return value is True
 
-    def jobs(
+    def read_jobs(
         self, values: Mapping[str, Any]
     ) -> tuple[tuple[JobSpec, ...], tuple[Sweep, ...], dict[str, Places]]:
         listed = values.get("jobs")
         if not isinstance(listed, list | tuple) or not listed:
             loc: Loc = ("jobs",) if "jobs" in values else ()
-            self.fault(
+            self.add_fault(
                 loc,
                 f"must be a list of at least one job, got {format_value(listed)}"
                 if loc
                 else "needs jobs: a list",
             )
             return (), (), {}
-        defaults = self.defaults(values.get("defaults"))
+        defaults = self.read_defaults(values.get("defaults"))
         if len(defaults.places) > max(ANY_DEFAULTS, MAX_NODES // len(listed)):
-            self.fault(
+            self.add_fault(
                 ("defaults",),
                 f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "
                 f"{MAX_NODES:,} in all; split it",
@@ -240,11 +240,11 @@ class _Reader:
         for index, keys in enumerate(listed):
             loc = ("jobs", index)
             if not isinstance(keys, Mapping):
-                self.fault(
+                self.add_fault(
                     loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {format_value(keys)}"
                 )
                 continue
-            layer = merge_over_defaults(defaults, self.layer(keys, loc))
+            layer = merge_over_defaults(defaults, self.read_layer(keys, loc))
             if "sweep" in keys:
                 sweep, trials, found = expand_sweep(layer, self.folder)
                 self.mistakes.extend(found)
@@ -259,33 +259,33 @@ class _Reader:
                 places[job.name] = layer.places
         names = [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
         for index, sentence in (*repeated_names(names), *repeated_trial_names(names, sweeps)):
-            self.fault(("jobs", index, "name"), sentence)
+            self.add_fault(("jobs", index, "name"), sentence)
         known = [*(name for name in names if isinstance(name, str)), *self.known_jobs]
         trial_names = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
         for name, sentence in name_faults(made, known, trial_names):
             self.mistakes.append(find_source_location(places[name], SOURCE).mistake(sentence))
         return tuple(made), tuple(sweeps), places
 
-    def defaults(self, values: Any) -> Layer:
+    def read_defaults(self, values: Any) -> Layer:
         if values is not None and not isinstance(values, Mapping):
-            self.fault(("defaults",), f"must be a mapping of a job's keys, got {format_value(values)}")
+            self.add_fault(("defaults",), f"must be a mapping of a job's keys, got {format_value(values)}")
             values = None
         keys = dict(values or {})
         if "name" in keys:
-            self.fault(("defaults", "name"), "must be given in each job, for no two share it")
+            self.add_fault(("defaults", "name"), "must be given in each job, for no two share it")
             del keys["name"]
         if "sweep" in keys:
-            self.fault(("defaults", "sweep"), "must be given in the job whose values are to be tried")
+            self.add_fault(("defaults", "sweep"), "must be given in the job whose values are to be tried")
             del keys["sweep"]
-        return self.layer(keys, ("defaults",))
+        return self.read_layer(keys, ("defaults",))
 
-    def layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
+    def read_layer(self, keys: Mapping[str, Any], location: Loc) -> Layer:
         """Return the keys at `location` with their source locations, with shorthands expanded. Rows in a jobs
         file are an error, since they can be passed only from Python."""
         data = keys.get("data")
         if not self.file:
             keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_row_data(data) else keys
         elif isinstance(data, Mapping) and "rows" in data:
-            self.fault((*location, "data", "rows"), "write the rows to a file, and its path as data.path")
+            self.add_fault((*location, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
         return expand_shorthands(keys, source_locations(keys, location, self.file, self.lines))

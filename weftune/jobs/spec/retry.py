@@ -1,4 +1,5 @@
-"""Changes of settings by `--retry JOB --set KEY=VALUE`, with which a job resumes from its last checkpoint."""
+"""The command-line options `--retry JOB --set KEY=VALUE`, by which a job resumes from its last checkpoint
+with changed settings."""
 
 from __future__ import annotations
 
@@ -101,9 +102,9 @@ def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Apply the changes of earlier retries to a job that was read from the jobs file again. If the file has
-    neither the old nor the new value of a key, its value is kept, so that it is refused as an edit of the
-    file."""
+    """Return a job that was read from the jobs file again, with the changes of its earlier retries. A change
+    is not applied if the file contains neither the old nor the new value of the key: the value in the file is
+    then refused later as an edit."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():

@@ -46,8 +46,8 @@ EXPECTED: Mapping[Loc, str] = {
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
     ("base", "rope_scaling"): "a mapping such as {rope_type: yarn, factor: 4}",
 }
-"""Maps the locations of some values to descriptions of what is allowed there, for error messages. They are
-those whose types give unclear messages."""
+"""Maps the locations of some values to descriptions of what is allowed there, for error messages. Only values
+whose types give unclear messages are listed."""
 
 KINDS: Mapping[str, str] = {
     "string_type": "text",
@@ -179,7 +179,8 @@ def _type_bounds(type_hint: Any, location: Loc) -> Iterator[tuple[Loc, Bound]]:
         kinds = get_args(type_hint.__origin__) or (type_hint.__origin__,)
         whole, allows_none = int in kinds, NoneType in kinds
         yield from (
-            (location, replace(one, whole=whole, allows_none=allows_none)) for one in type_hint.__metadata__
+            (location, replace(one, is_integer=whole, allows_none=allows_none))
+            for one in type_hint.__metadata__
         )
     else:
         is_same = get_origin(type_hint) in (Union, UnionType, Required)

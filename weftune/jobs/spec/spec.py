@@ -152,14 +152,14 @@ def _data_values(data: DataSpec) -> dict[str, Any]:
 
 
 def _to_plain_values(record: Any) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
+    def plain_value(value: Any) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
         if isinstance(value, FromJob | GenerateSpec):
             return asdict(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+    return {item.name: plain_value(getattr(record, item.name)) for item in fields(record)}
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
@@ -179,7 +179,7 @@ ADDED_TO_EVAL: Mapping[str, Any] = {"generate": None, "metric": None}
 
 
 def changed_keys(old_values: Mapping[str, Any], new_values: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys in which the values of two jobs differ. A list is compared as a whole."""
+    """Return the dotted keys in which the values of two jobs differ. Lists are not compared item by item."""
     return sorted(_changed_keys(_add_missing_keys(old_values), _add_missing_keys(new_values), ()))
 
 

@@ -188,7 +188,7 @@ def _ended_jobs(path: Path) -> dict[str, JobStatus]:
 
 
 def _state_phrase(job: JobStatus) -> str:
-    if job.state.ended:
+    if job.state.has_ended:
         return f"has {job.state}" if job.state is State.SUCCEEDED else f"is {job.state}"
     return "resumes from its last checkpoint" if job.step else "has not begun"
 

@@ -146,8 +146,8 @@ class FairShare:
 
 
 DEADLINE_MARGIN = 1.5
-"""A job is urgent if less than this multiple of its predicted remaining time is left until its deadline. The
-factor exceeds 1, since predictions assume that no further jobs are admitted."""
+"""Multiple of a job's predicted remaining time. The job is urgent if less time than that is left until its
+deadline. The factor exceeds 1, since predictions assume that no further jobs are admitted."""
 
 
 def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape
-from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, order_for_seats, too_large
+from weftune.plan.layout.seats import MAX_OVERTAKES, Fits, Seats, assign_seats, find_misfits, order_for_seats
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Admission:
     wait_reasons: Mapping[str, str]
     """Maps each waiting job to the reason why it must wait. Jobs that are preempted at this boundary are left
     out."""
-    too_large: Mapping[str, str]
+    misfit_reasons: Mapping[str, str]
     """Maps each job that cannot run even alone to the reason."""
     overtake_counts: Mapping[str, int]
     """Maps each waiting job to the number of later jobs that were admitted before it. The next decision takes
@@ -41,7 +41,7 @@ def admit_jobs(
     """Decide which jobs are admitted and preempted between two windows. `overtake_counts` is that of the last
     Admission. A job that starts from another job's adapter waits until the caller clears its `source_job`,
     once the adapter exists."""
-    never = too_large(waiting_jobs, fits)
+    never = find_misfits(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
     seats = assign_seats(possible, attached_jobs, fits, overtake_counts)
@@ -56,7 +56,7 @@ def admit_jobs(
         },
         wait_reasons=_wait_reasons(seats, present, counts, fits)
         | {name: reason for name, reason in early.items() if name not in never},
-        too_large=never,
+        misfit_reasons=never,
         overtake_counts=counts,
     )
 

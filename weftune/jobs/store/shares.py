@@ -32,7 +32,7 @@ from weftune.jobs.store.status import (
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
-"""Folder of the shares' stores while the processes run. No job may have this name."""
+"""Folder of the shares' stores while several processes train. No job may have this name."""
 SHARES_FILE = "shares.json"
 """File that records the last division of the jobs among processes, with the predicted and measured seconds of
 each process."""

@@ -39,7 +39,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the job has ended. An ended job continues only at the user's request (--restart or
         --retry)."""
         return not MOVES[self]
@@ -185,8 +185,8 @@ def job_from_json(value: Any) -> JobStatus:
 
 
 def validate_record(record: type, value: Mapping[str, Any]) -> Any:
-    """Create a dataclass of type `record` from a mapping, ignoring keys that it does not have. Pydantic
-    checks the types, so that a hand-edited file fails here and not in the middle of a run."""
+    """Create an instance of the dataclass `record` from a mapping, ignoring keys that it does not have.
+    Pydantic checks the types, so that a hand-edited file fails here and not in the middle of a run."""
     names = {item.name for item in fields(record)}
     return _type_adapter(record).validate_python({key: below for key, below in value.items() if key in names})
 
@@ -262,8 +262,8 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
-    """Return the status with all jobs in `states` queued again. Jobs that are marked as running are those of
-    a killed process."""
+    """Return the status with all jobs in one of the `states` queued again. A job that is still marked as
+    running belonged to a process that was killed."""
     jobs = {
         name: replace(job, state=check_transition(job.state, State.QUEUED), reason="")
         if job.state in states

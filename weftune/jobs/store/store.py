@@ -360,7 +360,7 @@ class Store:
         A step of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their lines.
         `evaluated_steps` maps each job to the last step that it has evaluated, which may be less than its
         step in `cursors`. Evaluations at rungs are kept, since a trial is evaluated there only once. The loss
-        of the base alone is kept if the status contains it.
+        of the base without adapters is kept if the status contains it.
         """
         eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
@@ -394,8 +394,8 @@ class Store:
         """Write all lines and the status to disk. Lines are written first, so that no status refers to
         missing lines.
 
-        If they cannot be written, the status still is, since a job's state matters more than its curve;
-        OutputError is raised afterwards. Appending lines never waits for the disk.
+        If the lines cannot be written, the status is written nevertheless, since a job's state matters more
+        than its curve, and OutputError is raised afterwards. Appending lines never waits for the disk.
         """
         files, troubles = (self._metrics, self._windows), []
         with self._disk:

@@ -24,7 +24,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from weftune.jobs.spec.spec import to_steps
-from weftune.jobs.sweeps.search import combinations, generations
+from weftune.jobs.sweeps.search import count_combinations, generation_sizes
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
 LEFT = "left the sweep at step"
@@ -126,7 +126,7 @@ class Rungs:
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
     """Maps each trial to its metric at each rung, by the step of the rung. Only the first measurement is
     kept."""
-    ended: dict[str, EndedTrial] = field(default_factory=dict)
+    ended_trials: dict[str, EndedTrial] = field(default_factory=dict)
     _steps_by_trial: dict[str, int] = field(default_factory=dict)
     _generation_by_trial: dict[str, int] = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ class Rungs:
         """Record the total number of optimizer steps of a trial."""
         self._steps_by_trial[trial] = steps
 
-    def evaluate(self, trial: str, step: int, value: float | None) -> bool:
+    def record_metric(self, trial: str, step: int, value: float | None) -> bool:
         """Record the metric of a trial at a step. Return False if the step is not a rung of the trial or
         already has a value."""
         seen = self.values.setdefault(trial, {})
@@ -151,7 +151,7 @@ class Rungs:
         return True
 
     def end_trial(self, trial: str, kind: TrialEnd, step: int) -> None:
-        self.ended.setdefault(trial, EndedTrial(kind, step))
+        self.ended_trials.setdefault(trial, EndedTrial(kind, step))
 
     def apply_decision(self, decision: Decision) -> None:
         """Apply the decision of a rung: mark the trials that leave as ended."""
@@ -175,7 +175,7 @@ class Rungs:
     def steps(self, trial: str) -> int:
         return self._steps_by_trial.get(trial, 0)
 
-    def limit(self, trial: str) -> int:
+    def step_limit(self, trial: str) -> int:
         """Return the step up to which the trial may train before the next decision."""
         generation = self._generation_by_trial[trial]
         rung = len(self._decided_rungs(generation))
@@ -186,15 +186,17 @@ class Rungs:
 
     def awaits_evaluation(self, trial: str) -> bool:
         """Return whether the trial has not been evaluated yet at the rung up to which it may train."""
-        return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
+        return self.step_limit(trial) < self.steps(trial) and self.step_limit(trial) not in self.values.get(
+            trial, {}
+        )
 
     def is_waiting_at_rung(self, trial: str) -> bool:
         """Return whether a trial that has reached its limit must wait for other trials."""
-        return self.limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
+        return self.step_limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
     def wait_reason(self, trial: str) -> str:
         """Return a sentence that says why a trial waits at a rung."""
-        return f"waits for the others at step {self.limit(trial)}"
+        return f"waits for the others at step {self.step_limit(trial)}"
 
     def pending_decisions(self) -> list[Decision]:
         """Return the decisions about rungs that can be made with the current metrics, at most one per
@@ -204,7 +206,7 @@ class Rungs:
 
     def is_over(self) -> bool:
         """Whether every trial of the sweep has ended."""
-        return all(trial in self.ended for trial in self.trials)
+        return all(trial in self.ended_trials for trial in self.trials)
 
     def ranking(
         self, scores: Mapping[str, float | None], collapsed_losses: Mapping[str, float | None] | None = None
@@ -222,7 +224,7 @@ class Rungs:
         finished = [
             trial
             for trial in self.trials
-            if trial in self.ended and self.ended[trial].kind is TrialEnd.FINISHED
+            if trial in self.ended_trials and self.ended_trials[trial].kind is TrialEnd.FINISHED
         ]
         return sorted(finished, key=key)
 
@@ -238,7 +240,7 @@ class Rungs:
             for trial in began
             if (rungs := self.rungs(trial)) and rungs[rung] in self.values.get(trial, {})
         }
-        if any(trial not in values and trial not in self.ended for trial in began):
+        if any(trial not in values and trial not in self.ended_trials for trial in began):
             return None
         here = [trial for trial in values if self._was_evaluated(trial, self.rungs(trial)[rung])]
         if not here:
@@ -249,16 +251,16 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _was_evaluated(self, trial: str, step: int) -> bool:
-        """Return whether a trial had neither failed nor left at this step."""
-        ended = self.ended.get(trial)
+        """Return whether a trial was evaluated at this step, since it had neither failed nor left."""
+        ended = self.ended_trials.get(trial)
         return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
     def _decided_rungs(self, generation: int) -> list[Decision]:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Return whether a trial takes part in a rung: all trials in the first one, and in every later one
-        those that continued."""
+        """Return whether a trial takes part in a rung. All trials take part in the first rung, and in a later
+        one those that continued after the rung before."""
         return rung == 0 or trial in self._decided_rungs(self._generation_by_trial[trial])[rung - 1].kept
 
 
@@ -315,19 +317,19 @@ class Saving:
     """Expected work of all trials together with successive halving."""
 
     @property
-    def share(self) -> float:
+    def expected_fraction(self) -> float:
         return self.expected_work / self.full_work
 
 
 def trial_count(spec: SweepSpec) -> int:
     """Return the total number of trials of a sweep, including those of later generations."""
-    return int(combinations(spec.over)) if spec.trials is None else spec.trials
+    return int(count_combinations(spec.over)) if spec.trials is None else spec.trials
 
 
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
-    """Return the number of trials that begin each rung; every generation of `tpe` is halved separately."""
+    """Return the number of trials that begin each rung. Every generation of `tpe` is halved separately."""
     count = trial_count(spec)
-    groups = generations(count) if spec.search == "tpe" else [count]
+    groups = generation_sizes(count) if spec.search == "tpe" else [count]
     return tuple(map(sum, zip(*(_trials_at_rungs(group, spec.halving) for group in groups), strict=True)))
 
 
@@ -339,8 +341,8 @@ def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
 
 
 def expected_saving(spec: SweepSpec, trial_work: Sequence[TrialWork]) -> Saving:
-    """Return the expected saving of work by halving. Trials that leave are assumed to need the mean work;
-    `trial_work` may cover only some of the trials."""
+    """Return the expected saving of work by successive halving. Trials that leave are assumed to need the
+    mean work; `trial_work` may cover only some of the trials."""
     counts = rung_counts(spec)
     scale = counts[0] / len(trial_work)
     parts = []

@@ -28,7 +28,7 @@ from weftune.jobs.spec.layer import (
 from weftune.jobs.spec.schema import EXPECTED, bound_of_key, build, choice_sentence, number_faults
 from weftune.jobs.spec.spec import JobSpec, to_steps
 from weftune.jobs.sweeps.halving import rung_counts, rung_steps
-from weftune.jobs.sweeps.search import TrialSearch, combinations, grid_combinations
+from weftune.jobs.sweeps.search import TrialSearch, count_combinations, grid_combinations
 from weftune.jobs.sweeps.spec import (
     MAX_TRIALS,
     Choices,
@@ -137,7 +137,7 @@ def _search_faults(
     value: Mapping[str, Any], over: Mapping[str, Choices], has_invalid_over: bool
 ) -> Iterator[Fault]:
     search, trials = value.get("search", "grid"), value.get("trials")
-    count = combinations(over)
+    count = count_combinations(over)
     if search == "grid":
         ranges = [key for key, choices in over.items() if isinstance(choices, ValueRange)]
         for key in ranges:
@@ -287,7 +287,7 @@ def _range_faults(key: str, value: Mapping[str, Any], location: Loc) -> Iterator
         yield Fault((*location, "min"), f"must be above 0 where log is true, got {format_value(low)}")
     elif not isinstance(low, int) and high - low < MIN_RANGE * high:
         yield Fault(location, "is too narrow to draw from; write a list of values")
-    elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
+    elif bound.allows_fraction and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
         yield Fault(
             location, "must go over shares of the run (below 1) or over whole numbers of steps, not both"
         )
@@ -342,8 +342,8 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_keys(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial with their source locations. Values that a sweep's `over` sets have their
-    location in `over`."""
+    """Return the keys of a trial with their source locations. The location of a value that the sweep's `over`
+    sets is in `over`."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -431,8 +431,8 @@ def sweep_warnings(
 
 
 def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
-    """Warn if trials are compared by their losses although a key of the sweep's `over` changes what the loss
-    measures."""
+    """Yield a warning if trials are compared by their losses although a key of the sweep's `over` changes
+    what the loss measures."""
     key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
     first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
     if key is None or first is None or sweep.spec.metric != "eval_loss":
@@ -447,8 +447,8 @@ def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Warn if the first rung is within the warm-up of the learning rate, where learning rates hardly make a
-    difference yet."""
+    """Yield a warning if the first rung is within the warm-up of the learning rate, where learning rates
+    hardly make a difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

@@ -216,8 +216,8 @@ class RungRow:
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
     """Return the trials in the order in which they are displayed: finished trials by score, then unfinished
-    and dropped ones, those with the most steps first, and finally failed ones. Ties are in the order of the
-    file."""
+    and dropped ones, those with the most steps first, and finally failed ones. Equal trials keep their order
+    in the jobs file."""
     return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 
@@ -251,15 +251,15 @@ def winners(record: SweepRecord) -> list[TrialRecord]:
     return [trials[name] for name in record.best if name in trials]
 
 
-def counts(record: SweepRecord) -> Mapping[str, int]:
-    """Map each state to the number of trials in it, without zeros."""
+def state_counts(record: SweepRecord) -> Mapping[str, int]:
+    """Return a mapping from each state to the number of trials in it. States without trials are left out."""
     found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}
 
 
 def trained_fraction(record: SweepRecord) -> float | None:
-    """Return the number of samples that a sweep has trained on so far, as a fraction of the samples if no
-    trial left."""
+    """Return the number of samples that a sweep has trained on so far, divided by the number that it would
+    train on if no trial left. None if that number is unknown."""
     return record.samples.trained / record.samples.all if record.samples.all else None
 
 

@@ -120,8 +120,8 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """Weights with which trials are evaluated at rungs. None without halving, or if the sweep was begun
-        by an old version, which evaluated the last weights; this run then does so, too."""
+        """Weights with which trials are evaluated at rungs. None without successive halving, and for a sweep
+        that was begun by an old version and is therefore evaluated with the last weights."""
         self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
         """Function that is called with the state of the sweep whenever that is written."""
@@ -229,7 +229,7 @@ class RunningSweep:
             if trial.steps:
                 self.rungs.add_trial(trial.name, trial.steps)
             for step, value in trial.at_rungs.items():
-                self.rungs.evaluate(trial.name, int(step), value)
+                self.rungs.record_metric(trial.name, int(step), value)
             if trial.state in ("left", "failed", "finished"):
                 self._scores[trial.name] = trial.score, trial.score_step
         for decision in record.decisions:
@@ -243,7 +243,7 @@ class RunningSweep:
         for trial in record.trials:
             if trial.state not in states or trial.name not in self.store or trial.name in retried_trials:
                 continue
-            if not self.store.job(trial.name).state.ended:
+            if not self.store.job(trial.name).state.has_ended:
                 self.store.move_job(trial.name, states[trial.state], trial.reason)
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
@@ -251,7 +251,7 @@ class RunningSweep:
         status, with the reason."""
         for decision in self.rungs.decisions:
             for name in decision.left:
-                if name not in self.store or not self.store.job(name).state.ended:
+                if name not in self.store or not self.store.job(name).state.has_ended:
                     yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
 
     def refuse_retries(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
@@ -319,7 +319,7 @@ class RunningSweep:
 
     def _has_other_trials(self, name: str) -> bool:
         """Return whether another trial of the sweep has finished or may still finish."""
-        lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
+        lost = {one for one, ended in self.rungs.ended_trials.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(self.trials.keys() - lost - self._leaving - {name})
 
     def record_evaluation(
@@ -347,7 +347,7 @@ class RunningSweep:
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
-        self.rungs.evaluate(name, step, None if has_collapsed else value)
+        self.rungs.record_metric(name, step, None if has_collapsed else value)
 
     def _trial_metric(
         self, loss: float | None, token_accuracy: float | None, metrics: Metrics
@@ -373,7 +373,7 @@ class RunningSweep:
         if self.rungs.is_over() and self._exhausted:
             self.finish()
         self._decide_rungs(attached)
-        living = [name for name in self.trials if name not in self.rungs.ended]
+        living = [name for name in self.trials if name not in self.rungs.ended_trials]
         promoted = [
             name for name in living if name in self.resting and not self.rungs.is_waiting_at_rung(name)
         ]
@@ -382,11 +382,11 @@ class RunningSweep:
             name: self.rungs.wait_reason(name)
             for name in living
             if name in attached
-            and attached[name] >= self.rungs.limit(name)
+            and attached[name] >= self.rungs.step_limit(name)
             and self.rungs.is_waiting_at_rung(name)
         }
         return TrialOrders(
-            {name: self.rungs.limit(name) for name in living if name in self._entered},
+            {name: self.rungs.step_limit(name) for name in living if name in self._entered},
             promoted,
             rest,
             dict(self._unfinished_leaves()),
@@ -406,7 +406,7 @@ class RunningSweep:
         self, delivering_trials: Collection[str], excluded_trials: Collection[str] = ()
     ) -> None:
         for name in self.trials:
-            if name not in self.store or name in self.rungs.ended or name in excluded_trials:
+            if name not in self.store or name in self.rungs.ended_trials or name in excluded_trials:
                 continue
             status = self.store.job(name)
             state = State.SUCCEEDED if name in delivering_trials else status.state
@@ -485,7 +485,7 @@ class RunningSweep:
     def _trial_record(
         self, rungs: Rungs, name: str, generation: int, attached: Mapping[str, int]
     ) -> TrialRecord:
-        ended = rungs.ended.get(name)
+        ended = rungs.ended_trials.get(name)
         score, score_step = self._score_and_step(rungs, name)
         return TrialRecord(
             name=name,
@@ -502,10 +502,10 @@ class RunningSweep:
         )
 
     def _trial_state(self, rungs: Rungs, name: str, attached: Mapping[str, int]) -> TrialState:
-        if name in rungs.ended:
-            return rungs.ended[name].kind.value
+        if name in rungs.ended_trials:
+            return rungs.ended_trials[name].kind.value
         if rungs.is_waiting_at_rung(name) and (
-            name in self.resting or attached.get(name, -1) >= rungs.limit(name)
+            name in self.resting or attached.get(name, -1) >= rungs.step_limit(name)
         ):
             return "resting"
         return "running" if name in attached else "waiting"
@@ -538,7 +538,7 @@ class RunningSweep:
         if name in self._scores and name not in self._entered:
             return self._scores[name]
         at_rungs = rungs.values.get(name, {})
-        ended = rungs.ended.get(name)
+        ended = rungs.ended_trials.get(name)
         if ended is not None and ended.kind is TrialEnd.LEFT and at_rungs.get(ended.step) is not None:
             return at_rungs[ended.step], ended.step
         # After a kill the lines of the metrics may end before a rung that is decided.
@@ -556,7 +556,7 @@ class RunningSweep:
     def awaited_trial(self) -> str:
         """Return the name of a trial that other trials wait for although no job is training any more, or an
         empty string."""
-        living = (name for name in self.trials if name not in self.rungs.ended)
+        living = (name for name in self.trials if name not in self.rungs.ended_trials)
         return next((name for name in living if name not in self.resting), "")
 
     def finish(self) -> None:
@@ -565,7 +565,7 @@ class RunningSweep:
         self._record_ended_trials(())
         self._decide_rungs({})
         trained = [name for name in self.trials if name not in self._reasons]
-        has_ended = all(name in self.store and self.store.job(name).state.ended for name in trained)
+        has_ended = all(name in self.store and self.store.job(name).state.has_ended for name in trained)
         if self.rungs.is_over() and self._exhausted and has_ended:
             self._publish_winners()
         self._write_sweep_record(self.rungs, {})
@@ -625,7 +625,7 @@ class SweepInShare(RunningSweep):
         """Return whether another trial of this process has finished or may still finish. Trials of other
         processes do not count, since all of them may leave."""
         own = {one for one in self.trials if one in self.store}
-        lost = {one for one, ended in self.rungs.ended.items() if ended.kind is not TrialEnd.FINISHED}
+        lost = {one for one, ended in self.rungs.ended_trials.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(own - lost - self._leaving - {name})
 
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:

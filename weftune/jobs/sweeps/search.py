@@ -48,9 +48,9 @@ def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
     return [dict(zip(over, values, strict=True)) for values in product(*lists)]
 
 
-def combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials that a sweep can have, or infinity if a range contains
-    fractions."""
+def count_combinations(over: Mapping[str, Choices]) -> float:
+    """Return the number of distinct trials that a sweep can have, or infinity if it draws fractions from a
+    range."""
     return math.prod(_count_choices(choices) for choices in over.values())
 
 
@@ -116,8 +116,8 @@ def is_integer_range(choices: ValueRange) -> bool:
 
 
 def round_value(choices: ValueRange, value: float, digits: int = 3) -> float:
-    """Round a value of a range to `digits` digits, relative to the width of the range. On a logarithmic
-    range, they are relative to the value itself if that is smaller."""
+    """Round a value of a range to `digits` digits. Digits are counted relative to the width of the range or,
+    on a logarithmic range, to the value itself if that is smaller."""
     first = _power_of_ten(choices.max - choices.min)
     if choices.log:
         first = min(first, _power_of_ten(value))
@@ -130,9 +130,9 @@ def _power_of_ten(value: float) -> int:
     return int(f"{value:.17e}".partition("e")[2])
 
 
-def generations(trials: int) -> Iterator[int]:
-    """Yield the number of trials in each of TPE's generations: a quarter of all trials each, where the last
-    one also has the remainder."""
+def generation_sizes(trials: int) -> Iterator[int]:
+    """Yield the number of trials in each of TPE's generations: a quarter of all trials, and in the last
+    generation also the remainder."""
     size = -(-trials // GENERATIONS)
     for start in range(0, trials, size):
         yield min(size, trials - start)
@@ -279,7 +279,7 @@ class TrialSearch:
         over, count = self.spec.over, self.spec.trials
         if count is None:
             return self._name_trials(grid_combinations(over))
-        count = next(generations(count)) if self.spec.search == "tpe" else count
+        count = next(generation_sizes(count)) if self.spec.search == "tpe" else count
         return self._name_trials(draw_combinations(over, count, self.seed))
 
     def next_generation(self, ended_trials: Ends) -> tuple[Trial, ...]:
@@ -289,7 +289,7 @@ class TrialSearch:
         known = sorted(ended_trials, key=lambda one: one[0].name)
         if self.spec.search != "tpe" or self.spec.trials is None:
             return ()
-        count = min(next(generations(self.spec.trials)), self.spec.trials - len(known))
+        count = min(next(generation_sizes(self.spec.trials)), self.spec.trials - len(known))
         if count <= 0:
             return ()
         seed = int(Random(f"{self.seed} after {len(known)}").random() * 2**32)

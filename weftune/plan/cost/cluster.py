@@ -59,7 +59,7 @@ class Cluster:
     root_sizes: tuple[int, ...]
     """Number of devices under each PCIe root complex. Devices are numbered in this order."""
     host_link: Link = PCIE
-    """Link from host memory to a device. Each PCIe root complex has the same bandwidth."""
+    """Link from host memory to a device. Devices under one PCIe root complex share its bandwidth."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,5 @@
-"""Costs of layers and stages, and the time of a pass estimated without measurements: its FLOPs divided by a
-fixed share of the device's data-sheet peak.
-
-If the device has been profiled, measured throughput replaces the throughput of the data sheet.
-"""
+"""Costs of layers and stages. The time of a pass is its FLOPs divided by the throughput of the device: a
+fixed fraction of the peak in its data sheet or, if the device has been profiled, the measured throughput."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ ADAPTER_EFFICIENCY = 0.1
 """Fraction of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are
 narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
-"""Fixed seconds of one pass (forward or backward) over one layer, in addition to the time of its rows."""
+"""Fixed seconds of one pass (forward or backward) over one layer on a GPU and on a CPU, in addition to the
+time of its rows."""
 CODED_SPEED = 1.7
 """Speed of fp8 matrix products relative to bfloat16. On an H200, a step of an 8B model takes 440 ms, 330 ms
 of them in the layers' products, and fp8 saves 138 ms."""
@@ -62,7 +60,7 @@ class JobOutline:
 
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
-    """A decoder layer of the base, or the embedding or the head."""
+    """FLOPs and bytes of a decoder layer of the base, or of the embedding or the head."""
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
@@ -263,7 +261,8 @@ def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds of attention in the forward of one sample, per squared token of its length."""
+    """Return the seconds of attention in the forward of one sample, divided by the square of its length in
+    tokens."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 

@@ -35,7 +35,7 @@ class WindowPrediction:
     """Predicted time and memory of a window, made before it runs."""
 
     seconds: float | None
-    """Predicted seconds of the window. None if nothing comparable has been measured."""
+    """Predicted seconds of the window. None if the time model was never fitted to measurements."""
     peak_bytes: int
     error_bytes: int
     """Maximum number of bytes by which earlier measured peaks exceeded the prediction of the fitted memory
@@ -72,8 +72,9 @@ class Outcome:
 
 
 SHORTAGE_PARTS = 16
-"""Number of equal parts into which device memory is divided, without the memory of the process and the base.
-After a device ran out of memory, plans leave so many parts unused that more activations are recomputed."""
+"""Number of equal parts into which the device memory beside the process and the base is divided. After a
+device ran out of memory, plans leave as many of these parts unused as it takes to recompute more
+activations."""
 
 
 @dataclass(slots=True)
@@ -166,7 +167,7 @@ class FittedModels:
         times.passes += outcome.passes
         times.steps += outcome.steps
         times.saves += outcome.saves
-        times.forget()
+        times.drop_old_measurements()
         self.cost = refit_cost_model(self.initial_cost, times)
         if outcome.is_window_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured_bytes:
             need = window_need(self.memory, list(shapes.values()), program)
@@ -219,8 +220,8 @@ class FittedModels:
         return False
 
     def adopt_fitted_models(self) -> bool:
-        """Make plans use the fitted models if the number of executed windows is a power of two. Return
-        whether the models for plans were replaced."""
+        """Make later plans use the fitted memory model and the measured seconds per row. To keep plans
+        stable, do so only after 1, 2, 4, 8, ... windows. Return whether plans change."""
         if self.windows & (self.windows - 1):
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job

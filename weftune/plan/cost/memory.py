@@ -197,7 +197,7 @@ class MemoryModel:
         ]
         return self._largest_need(self._needs_with_activations(jobs, activation_bytes, supervised, recompute))
 
-    def key_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
+    def key_value_fractions(self, jobs: Sequence[JobShape], recompute: Recompute) -> list[float]:
         """Return, for each worker of a pipeline, the fraction of a row's activation bytes that the keys and
         values of attention take."""
         layers, fused = self.shape.layers, self.uses_fused_ops
@@ -207,8 +207,8 @@ class MemoryModel:
         ]
 
     @property
-    def sum_ratio(self) -> float:
-        """Bytes of an accumulated gradient divided by the bytes of an activation, per value."""
+    def gradient_byte_ratio(self) -> float:
+        """Bytes per value of an accumulated gradient, divided by the bytes per value of an activation."""
         return self.master_bytes / self.shape.bytes_per_value
 
     def logit_bytes(self, supervised: float) -> int:
@@ -293,7 +293,7 @@ class MemoryModel:
         in the search for the stages, so that every job for which the search reserved memory is admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
-        weights, state, activations = memory.parts(
+        weights, state, activations = memory.bytes_by_use(
             sizes, resident, worker_layout.slot_count, worker_layout.worker, len(worker_layout.stages)
         )
         return MemoryNeed(
@@ -328,8 +328,8 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers for which activation bytes per token are counted, on the worker with the most
-        layers."""
+        """Number of layers on the worker that holds the most layers, for which the activation bytes of a
+        token are counted."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )
@@ -367,7 +367,9 @@ class MemoryModel:
         if not self.layout.offloads_optimizer:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
-        return sum(job.trainable_parameters * (each + job.mean_vectors * self.master_bytes) for job in jobs)
+        return sum(
+            job.trainable_parameters * (each + job.mean_weight_count * self.master_bytes) for job in jobs
+        )
 
     # -- what fits ---------------------------------------------------------------------------------------
 
@@ -417,8 +419,8 @@ class MemoryModel:
         return next(fitting, self.spare_microbatches)
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """Return the smallest number of device bytes with which the jobs can run: every microbatch has one
-        sample, and as much as possible is recomputed."""
+        """Return the smallest number of device bytes with which the jobs can run, if every microbatch has one
+        sample and as much as possible is recomputed."""
         return (
             self.peak_bytes(jobs, max_sample_tokens(jobs), self._least_memory_recompute(jobs))
             + self.fit.error

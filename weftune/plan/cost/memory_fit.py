@@ -40,7 +40,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     """Return the predicted memory of a window, computed from its largest microbatch or, in a pipeline, from
     the microbatches that are in flight at the same time. They may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
-        rows = rows_in_flight(memory, program, memory.key_fractions(jobs, program.recompute))
+        rows = rows_in_flight(memory, program, memory.key_value_fractions(jobs, program.recompute))
         return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.forward_passes():
@@ -61,18 +61,20 @@ def scored_rows(program: Program) -> int:
     )
 
 
-def rows_in_flight(memory: MemoryModel, program: Program, key_fractions: Sequence[float]) -> list[float]:
+def rows_in_flight(
+    memory: MemoryModel, program: Program, key_value_fractions: Sequence[float]
+) -> list[float]:
     """Return, for each worker of a replica, the largest number of rows that wait for their backward at a
     time.
 
     If a sample is cut into chunks, the keys and values of the whole sample are held from the forward of its
     first chunk until the backward of its first chunk, and their gradients from the backward of its last chunk
-    on. These bytes are counted as rows with equally many activation bytes: `key_fractions` contains, for each
-    worker, the fraction of a row's activation bytes that its keys and values take.
+    on. These bytes are counted as rows with equally many activation bytes: `key_value_fractions` contains,
+    for each worker, the fraction of a row's activation bytes that its keys and values take.
     """
     most = [0.0] * len(program.devices)
     for device, actions in enumerate(program.devices):
-        share = key_fractions[device % program.devices_per_replica]
+        share = key_value_fractions[device % program.devices_per_replica]
         held_rows = sum(
             _rows_of_forward(program, number, share)
             for number, one in enumerate(program.inherited)
@@ -86,27 +88,28 @@ def rows_in_flight(memory: MemoryModel, program: Program, key_fractions: Sequenc
                     held_rows += _rows_of_forward(program, number, share)
                     most[device] = max(most[device], held_rows)
                 case Backward(number):
-                    held_rows += _gradient_rows(program, number, memory.sum_ratio * share)
+                    held_rows += _gradient_rows(program, number, memory.gradient_byte_ratio * share)
                     held_rows -= _rows_of_forward(program, number, share)
                     most[device] = max(most[device], held_rows)
                     if (chunk := program.microbatches[number].chunk) is not None and chunk.chunk_start == 0:
-                        held_rows -= _sample_rows(program, number) * memory.sum_ratio * share
+                        held_rows -= _sample_rows(program, number) * memory.gradient_byte_ratio * share
                 case Evaluate(microbatch) | Score(microbatch):
                     passing = program.microbatches[microbatch].rows / memory.pass_layers
                     most[device] = max(most[device], held_rows + passing)
     return [
-        max(most[device] for device in program.group(worker)) for worker in range(program.devices_per_replica)
+        max(most[device] for device in program.same_stage_devices(worker))
+        for worker in range(program.devices_per_replica)
     ]
 
 
-def _rows_of_forward(program: Program, number: int, key_fraction: float) -> float:
+def _rows_of_forward(program: Program, number: int, key_value_fraction: float) -> float:
     """Return the rows that a forward adds to those that wait for their backward. The first chunk of a sample
     adds the keys and values of the whole sample, and the other chunks add none."""
     plan = program.microbatches[number]
     if (chunk := plan.chunk) is None:
         return plan.rows
     keys = _sample_rows(program, number) if chunk.chunk_start == 0 else 0
-    return plan.rows + key_fraction * (keys - chunk.length)
+    return plan.rows + key_value_fraction * (keys - chunk.length)
 
 
 def _gradient_rows(program: Program, number: int, gradient_fraction: float) -> float:

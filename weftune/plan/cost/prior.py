@@ -36,11 +36,11 @@ class KindTerms:
     adapter: Terms
 
     def base_terms(self, layers: int) -> Terms:
-        return self.embedding.plus(self.layer.times(layers)).plus(self.head).plus(self.adapter)
+        return self.embedding.add(self.layer.multiply_by(layers)).add(self.head).add(self.adapter)
 
-    def times(self, factor: float) -> KindTerms:
+    def multiply_by(self, factor: float) -> KindTerms:
         parts = (self.embedding, self.layer, self.head, self.adapter)
-        return KindTerms(*(part.times(factor) for part in parts))
+        return KindTerms(*(part.multiply_by(factor) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,14 @@ class DirectionTerms:
             source=source,
         )
 
-    def times(self, factor: float) -> DirectionTerms:
+    def multiply_by(self, factor: float) -> DirectionTerms:
         """Return these coefficients of the time model multiplied by `factor`."""
-        return DirectionTerms(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
+        return DirectionTerms(
+            *(one.multiply_by(factor) for one in (self.forward, self.backward, self.evaluation))
+        )
 
 
-def counted_terms(shape: ModelShape) -> DirectionTerms:
+def flop_terms(shape: ModelShape) -> DirectionTerms:
     """Return the coefficients of the time model of a base of this shape. They are in FLOPs instead of
     seconds, since the seconds per FLOP are unknown."""
     layer = next(one for one in base_layers(shape, 0, has_separate_ends=False) if one.kind == "layer")
@@ -86,8 +88,8 @@ def counted_terms(shape: ModelShape) -> DirectionTerms:
 def uncalibrated_cost_model(shape: ModelShape) -> CostModel:
     """Return a time model whose coefficients have the right proportions but no unit. The first measured
     passes of a run determine the seconds."""
-    model = counted_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
-    return replace(model, measured=False)
+    model = flop_terms(shape).base_cost(shape.layers, "counted, without a profile of the device")
+    return replace(model, is_measured=False)
 
 
 def _direction_terms(token: float, square: float, supervised: float, adapter: float) -> KindTerms:

@@ -91,11 +91,11 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
         threads=threads,
         torch=metadata.version("torch"),
         bytes_per_value=shape.bytes_per_value,
-        base=digest(shape),
+        base=shape_hash(shape),
     )
 
 
-def digest(shape: ModelShape) -> str:
+def shape_hash(shape: ModelShape) -> str:
     """Return a hash of the sizes of a base. It does not depend on the names of the linears."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
@@ -106,11 +106,11 @@ def digest(shape: ModelShape) -> str:
     return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
 
 
-def cpu_threads(neighbours: int = 1) -> int:
-    """Return the number of threads that torch uses in one of `neighbours` processes on this machine."""
+def cpu_threads(processes: int = 1) -> int:
+    """Return the number of threads that torch uses in each of `processes` processes on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // neighbours)
+    return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // processes)
 
 
 def profile_path(folder: Path, key: ProfileKey) -> Path:
@@ -138,11 +138,11 @@ def find_profile(key: ProfileKey) -> Profile | None:
     return read_profile(profile_path(profile_folder(), key), key)
 
 
-def find_local_profile(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
+def find_local_profile(shape: ModelShape, gpu: str | None = None, processes: int = 1) -> Profile | None:
     """Return the cached profile of a base on the GPU with this name. Without a name, return that of this
-    machine's CPU, whose cores are shared by `neighbours` processes. Return None if there is none."""
+    machine's CPU, whose cores are shared by `processes` processes. Return None if there is none."""
     return find_profile(
-        profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(neighbours))
+        profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(processes))
     )
 
 

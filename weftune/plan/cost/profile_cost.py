@@ -14,7 +14,7 @@ from weftune.core.shapes import ModelShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import FLOOR
 from weftune.plan.cost.nnls import solve_nnls
-from weftune.plan.cost.prior import DirectionTerms, KindTerms, counted_terms
+from weftune.plan.cost.prior import DirectionTerms, KindTerms, flop_terms
 from weftune.plan.cost.profile import LayeredPass, Profile
 from weftune.plan.cost.refit import fit_rate, fit_values
 from weftune.plan.cost.time import TERMS, CostModel, PassTime, Rate, Terms, term_counts
@@ -29,7 +29,7 @@ of the base."""
 
 
 def pass_terms(profile: Profile, shape: ModelShape) -> DirectionTerms:
-    start = counted_terms(shape)
+    start = flop_terms(shape)
     training = [one for one in profile.passes if one.time.training]
     evaluations = [one for one in profile.passes if not one.time.training]
     return DirectionTerms(
@@ -51,7 +51,7 @@ def fit_kinds(
     inside = units[:, [TERMS.index(name) for name in INSIDE]] * layers[:, None]
     matrix = np.hstack([outside, inside])
     taken = np.maximum([seconds(one.time) for one in passes], 1e-9)
-    free = initial_terms.embedding.plus(initial_terms.head).plus(initial_terms.adapter)
+    free = initial_terms.embedding.add(initial_terms.head).add(initial_terms.adapter)
     start = np.array(
         [getattr(free, name) for name in OUTSIDE] + [getattr(initial_terms.layer, name) for name in INSIDE]
     )

@@ -59,7 +59,7 @@ class Times:
     overheads: list[float] = field(default_factory=list)
     """Seconds per action of each window that were spent outside passes, optimizer steps and saves."""
 
-    def forget(self) -> None:
+    def drop_old_measurements(self) -> None:
         """Drop all measurements of each kind but the latest ones, to which the time model is fitted."""
         for kept in (self.passes, self.steps, self.saves, self.overheads):
             del kept[:-MAX_MEASUREMENTS]
@@ -72,9 +72,9 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
     evaluations = [one for one in passes if not one.training]
     if not passes:
         return initial_cost
-    caution = CAUTION if initial_cost.measured else 0.0
+    caution = CAUTION if initial_cost.is_measured else 0.0
     level = _speed_ratio(initial_cost, training or evaluations, caution)
-    start = initial_cost.times(level)
+    start = initial_cost.multiply_by(level)
     return replace(
         start,
         forward=fit_terms(start.forward, [(p.work, p.forward) for p in training]),
@@ -88,7 +88,7 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
         source=initial_cost.source
         if initial_cost.source.endswith(REFITTED)
         else initial_cost.source + REFITTED,
-        measured=True,
+        is_measured=True,
     )
 
 

@@ -22,7 +22,8 @@ TRAVEL_ROUNDS = 8
 """Number of rounds (one global batch of every job) per window if optimizer state is in host memory. It is
 large because no forward or backward overlaps with the transfers after the last round of a window."""
 MARGIN = 128
-"""Maximum number of parameters by which the part of a job in a buffer is rounded up to whole blocks."""
+"""Maximum number of parameters by which each job's part of a buffer grows if it is rounded up to whole
+blocks."""
 _STATE = 4
 """Number of values per parameter that are copied to the device for an optimizer step: gradient, master weight
 and two moments."""
@@ -59,6 +60,6 @@ def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 
 
-def back_bytes(bytes_per_value: int) -> int:
+def copied_back_bytes(bytes_per_value: int) -> int:
     """Return the bytes per parameter that are copied back to the host after an optimizer step."""
     return (_STATE - 1) * max(4, bytes_per_value) + bytes_per_value

@@ -64,12 +64,12 @@ device at a time."""
 
 
 def token_bytes(
-    part: ModelShape, layers: int, fused: bool, recompute: Recompute, jobs: Sequence[JobShape]
+    part: ModelShape, layers: int, uses_fused_ops: bool, recompute: Recompute, jobs: Sequence[JobShape]
 ) -> int:
     """Return the activation bytes per token that the layers of `part` keep. `part` is the whole base or a
     part of it, `layers` the number of layers of the whole base."""
     factor, extra = ACTIVATION_FACTOR, 0.0
-    if fused and not part.routes_to_experts:
+    if uses_fused_ops and not part.routes_to_experts:
         factor, extra = OUTPUTS_FACTOR if recompute.recomputes_outputs else FUSED_FACTOR, part.extra_values
         extra += _values_of_kinds(jobs) / layers
     recomputed_count = min(recompute.recomputed_layers, part.layers)
@@ -141,7 +141,9 @@ def state_bytes(jobs: Iterable[JobShape], bytes_per_value: int) -> int:
     """Return the bytes of adapter state of these jobs: compute copies, master weights, gradients, two moments
     and averaged weights."""
     master = max(4, bytes_per_value)
-    return sum(job.trainable_parameters * (bytes_per_value + (4 + job.mean_vectors) * master) for job in jobs)
+    return sum(
+        job.trainable_parameters * (bytes_per_value + (4 + job.mean_weight_count) * master) for job in jobs
+    )
 
 
 def shard_copy_bytes(shape: ModelShape) -> int:
@@ -153,10 +155,10 @@ def shard_copy_bytes(shape: ModelShape) -> int:
     return math.ceil(part * (shape.bytes_per_value + max(4, shape.bytes_per_value)))
 
 
-def matrix_bytes(shape: ModelShape, fused: bool) -> int:
+def matrix_bytes(shape: ModelShape, uses_fused_ops: bool) -> int:
     """Return the bytes of the largest dequantised weight matrix, of which only one exists at a time. Fused
     layers join the matrices of two linears that share their input."""
-    return shape.matrix_bytes * (2 if fused else 1)
+    return shape.matrix_bytes * (2 if uses_fused_ops else 1)
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class StreamedMemory:
             stage_parts(self.jobs, largest_stage, self.shape.layers), self.shape.bytes_per_value
         )
 
-    def parts(
+    def bytes_by_use(
         self, sizes: Sequence[int], resident_stages: Sequence[bool], slots: int, worker: int, stages: int
     ) -> tuple[int, int, int]:
         """Return the bytes of weights, of adapter state and of activations on a worker's device.

@@ -83,10 +83,10 @@ class Terms:
             self.fixed, self.token, self.square, self.sample, self.supervised, self.adapter, self.segment,
         )  # fmt: skip
 
-    def times(self, factor: float) -> Terms:
+    def multiply_by(self, factor: float) -> Terms:
         return make_terms([factor * value for value in self.values()])
 
-    def plus(self, other: Terms) -> Terms:
+    def add(self, other: Terms) -> Terms:
         return make_terms([mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)])
 
 
@@ -114,7 +114,7 @@ class Rate:
     def __call__(self, jobs: int, parameters: int) -> float:
         return self.job * jobs + self.parameter * parameters
 
-    def plus(self, other: Rate) -> Rate:
+    def add(self, other: Rate) -> Rate:
         return Rate(job=self.job + other.job, parameter=self.parameter + other.parameter)
 
 
@@ -123,7 +123,7 @@ NO_TIME = Rate()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Measured times of one microbatch: its forward and, in training, its backward."""
+    """Measured seconds of the forward and, in training, the backward of one microbatch."""
 
     work: PassWork
     forward: float
@@ -164,7 +164,7 @@ class CostModel:
     """Seconds per action that are spent outside passes, optimizer steps and saves."""
     source: str
     """Source of the time model, as a string for the user."""
-    measured: bool = True
+    is_measured: bool = True
     """Whether the coefficients of the time model are in seconds. If False, only their proportions are
     known."""
 
@@ -180,7 +180,7 @@ class CostModel:
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """Return the predicted seconds of a Program, or None if the time model was never fitted to
         measurements."""
-        if not self.measured:
+        if not self.is_measured:
             return None
         total, met = 0.0, active_parameters_by_job(shapes)
         for action in program.actions:
@@ -204,23 +204,23 @@ class CostModel:
     def solo_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
         """Return the predicted seconds that all forwards and backwards would take if jobs did not share
         microbatches. Return None if the time model was never fitted to measurements."""
-        if not self.measured:
+        if not self.is_measured:
             return None
         # Terms are linear, so they are applied once to the summed counts instead of to thousands of passes.
         whole = [
             sum(column)
             for column in zip(*_solo_work(batches, capacity, active_parameters_by_job(shapes)), strict=True)
         ]
-        each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
+        each = zip(self.forward.add(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
-    def times(self, factor: float) -> CostModel:
+    def multiply_by(self, factor: float) -> CostModel:
         """Return a time model in which every forward and backward takes `factor` times as long."""
         return replace(
             self,
-            forward=self.forward.times(factor),
-            backward=self.backward.times(factor),
-            evaluation=self.evaluation.times(factor),
+            forward=self.forward.multiply_by(factor),
+            backward=self.backward.multiply_by(factor),
+            evaluation=self.evaluation.multiply_by(factor),
         )
 
 

@@ -37,7 +37,7 @@ from weftune.plan.cost.profile_cost import (
 )
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
-from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search
+from weftune.plan.layout.division import AUTO, Candidate, Division, Workload, search_divisions
 from weftune.plan.layout.foresee import StageTimes, shared_device_cost
 from weftune.plan.layout.need import StreamDevice, emulated_device, file_device, undominated_jobs
 from weftune.plan.layout.offloaded import (
@@ -47,7 +47,7 @@ from weftune.plan.layout.offloaded import (
     offloaded_round,
     would_more_memory_help,
 )
-from weftune.plan.layout.seats import assign_seats, largest_fitting_count, order_for_seats, too_large
+from weftune.plan.layout.seats import assign_seats, find_misfits, largest_fitting_count, order_for_seats
 from weftune.plan.layout.stages import (
     PartCosts,
     cut_layers,
@@ -280,7 +280,7 @@ class LayoutChoice:
         if self.round_seconds is not None:
             return WindowPace(round_seconds=self.round_seconds)
         cost, machine = self.cost_model or uncalibrated_cost_model(self.shape), self.machine
-        if machine.on_gpu and machine.device_flops is not None and not cost.measured:
+        if machine.on_gpu and machine.device_flops is not None and not cost.is_measured:
             # A shard has a part of every matrix product. Stages and replicas work at the same time.
             workers = self.layout.workers * self.layout.replicas
             return pace_from_data_sheet(self.shape, workers * machine.device_flops)
@@ -352,10 +352,10 @@ def _price_candidates(
         fits = _does_each_job_fit(_pipeline_memory(shape, own, _cut_stages(shape, own)), share)
         return _choose_pipeline(shape, share, own) if fits else None
 
-    limits = workload.limits(machine.division, machine.devices)
+    limits = workload.search_space(machine.division, machine.devices)
     fixed = (machine.shares, machine.replicas, machine.workers, machine.shards)
     devices = max(machine.devices, math.prod(max(1, number) for number in fixed))
-    return tuple(search(jobs, workload, limits, devices, build))
+    return tuple(search_divisions(jobs, workload, limits, devices, build))
 
 
 def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
@@ -368,8 +368,8 @@ def _does_each_job_fit(memory: MemoryModel, jobs: Sequence[JobShape]) -> bool:
 
 
 def _choose_division(machine: Machine, candidates: Sequence[Candidate]) -> Machine:
-    """Return the machine with the numbers of workers of the best candidate. Without candidates, since no
-    division fits in memory, all GPUs stream the base together."""
+    """Return the machine with the numbers of workers of the best candidate. If there is no candidate, since
+    no division fits in memory, all GPUs stream the base together."""
     if candidates:
         division = candidates[0].division
         several = division.devices > 1
@@ -466,7 +466,7 @@ def _offload_optimizer(
         user_note=f"The base is {why}.",
         window_rounds=TRAVEL_ROUNDS,
         cost_model=resident_choice.cost_model
-        and replace(resident_choice.cost_model, step=resident_choice.cost_model.step.plus(steps)),
+        and replace(resident_choice.cost_model, step=resident_choice.cost_model.step.add(steps)),
         step_wait=steps,
     )
 
@@ -526,9 +526,9 @@ def _faster_step_reason(
 
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
-    """Return the layout for streaming the base to one device. Return None if streaming is disabled or not
-    needed. A GPU does not need it if every job can train alone without it, an emulated device if the jobs
-    that run together can."""
+    """Return the layout for streaming the base to one device, or None if streaming is disabled or not needed.
+    On a GPU, it is needed only if some job cannot train alone without it; on an emulated device, only if the
+    jobs that run together cannot."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -549,7 +549,7 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
     )
     return replace(
         choice,
-        cost_model=cost.times(1 / (1 - choice.waiting_fraction)),
+        cost_model=cost.multiply_by(1 / (1 - choice.waiting_fraction)),
         first_pass_seconds=profile.first_seconds,
     )
 
@@ -557,8 +557,8 @@ def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machi
 def _streamed_choice(
     shape: ModelShape, machine: Machine, device: StreamDevice, choice: StreamChoice
 ) -> LayoutChoice:
-    """Return the layout choice for a base that is streamed to one or several workers, without times from a
-    profile."""
+    """Return the layout choice for a base that is streamed to one or several workers. The fields that follow
+    from a profile of the device are not set."""
     fit, beside = _memory_fit(shape, machine), 0
     if not machine.on_gpu:
         # An emulated device is part of the host and is measured with the process and what lies in its memory.
@@ -727,7 +727,7 @@ def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShap
     """Return the jobs that run together from the start, selected as the scheduler selects them."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
-    never = too_large(first, memory.misfit_reason)
+    never = find_misfits(first, memory.misfit_reason)
     return assign_seats([job for job in first if job.name not in never], (), memory.misfit_reason).seated_jobs
 
 

@@ -81,7 +81,7 @@ class Division:
         return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Description of the division for the user, such as `2 replicas of 4 shards`."""
         counts = (
             (self.shares, "shares"),
@@ -205,27 +205,27 @@ class Workload:
     """Whether the layers of the base can run one half at a time, which is required for overlapping
     all-reduces with computation."""
 
-    def limits(self, fixed: Division, devices: int) -> DivisionSpace:
-        """Return the divisions to search: all possible values of each number that is `AUTO` in `fixed`, and
-        the given value of each other number."""
+    def search_space(self, given_division: Division, devices: int) -> DivisionSpace:
+        """Return the divisions to search: all possible values of each number that is `AUTO` in
+        `given_division`, and the given value of each other number."""
 
         def values_up_to(number: int, max_count: int) -> Sequence[int]:
             return range(1, max_count + 1) if number == AUTO else (number,)
 
         return DivisionSpace(
-            shares=values_up_to(fixed.shares, self.max_shares or len(self.seconds)),
-            replicas=values_up_to(fixed.replicas, devices),
-            stages=values_up_to(fixed.stages, min(devices, self.shape.layers)),
-            shards=self.shard_counts if fixed.shards == AUTO else (fixed.shards,),
-            capacity=fixed.capacity,
+            shares=values_up_to(given_division.shares, self.max_shares or len(self.seconds)),
+            replicas=values_up_to(given_division.replicas, devices),
+            stages=values_up_to(given_division.stages, min(devices, self.shape.layers)),
+            shards=self.shard_counts if given_division.shards == AUTO else (given_division.shards,),
+            capacity=given_division.capacity,
             may_overlap=self.may_overlap,
         )
 
 
-def search(
+def search_divisions(
     jobs: Sequence[JobShape],
     workload: Workload,
-    limits: DivisionSpace,
+    space: DivisionSpace,
     devices: int,
     build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
 ) -> list[Candidate]:
@@ -239,19 +239,19 @@ def search(
     by_name = {job.name: job for job in jobs}
     waiting: list[tuple[float, int, Division, LayoutChoice | None]] = []
     found: list[Candidate] = []
-    for division in limits.divisions(devices):
+    for division in space.divisions(devices):
         heapq.heappush(waiting, (-bounds.bound_without_layout(division), next(order), division, None))
     while waiting and -waiting[0][0] >= _least_reported_speed(found):
         bound, _, division, choice = heapq.heappop(waiting)
         share = bounds.heaviest_share(division.shares)
         if choice is not None:
             price, has_room = workload.price(choice), len(choice.attached_jobs) == len(share.jobs)
-            found.append(_make_candidate(division, price, has_room, share.part, devices))
+            found.append(_make_candidate(division, price, has_room, share.work_fraction, devices))
         elif (choice := build(division, [by_name[name] for name in share.jobs])) is not None:
             passes = _microbatches(choice)
             speed = min(-bound, bounds.bound_for_layout(division, choice, passes))
             heapq.heappush(waiting, (-speed, next(order), division, choice))
-            if limits.chooses_capacity and (capacity := passes.smaller_capacity):
+            if space.chooses_capacity and (capacity := passes.smaller_capacity):
                 smaller = replace(division, capacity=capacity)
                 heapq.heappush(waiting, (bound, next(order), smaller, None))
     return _rank_candidates(found)
@@ -324,13 +324,13 @@ def _rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _make_candidate(
-    division: Division, price: WindowPrice, has_room: bool, part: float, devices: int
+    division: Division, price: WindowPrice, has_room: bool, work_fraction: float, devices: int
 ) -> Candidate:
     """Return the candidate for a division. `price` is the predicted window of the share with the most work.
-    `has_room` is whether all jobs of this share fit in memory together, and `part` is the fraction of all
-    work that belongs to this share."""
+    `has_room` is whether all jobs of this share fit in memory together, and `work_fraction` is the fraction
+    of all work that belongs to this share."""
     used = division.devices / devices
-    even = 1 / (part * division.shares)
+    even = 1 / (work_fraction * division.shares)
     idle_fraction = 1.0 - price.computing_fraction * used * even
     link = 1.0 - price.seconds_without_link / price.seconds
     waits = 1.0 - price.computing_fraction - link
@@ -346,7 +346,7 @@ def _make_candidate(
     return Candidate(
         division=division,
         capacity=price.capacity,
-        tokens_per_second=price.tokens_per_second / part,
+        tokens_per_second=price.tokens_per_second / work_fraction,
         needs_bytes=price.peak_bytes,
         idle_fraction=idle_fraction,
         limited_by=worst if losses[worst] > SMALL_LOSS else "compute",
@@ -356,7 +356,7 @@ def _make_candidate(
 @dataclass(frozen=True, slots=True)
 class _HeaviestShare:
     jobs: tuple[str, ...]
-    part: float
+    work_fraction: float
     """Fraction of the work of all jobs that belongs to this share."""
 
 
@@ -396,7 +396,7 @@ class _Bounds:
                 whole / division.stages,
                 times.least_seconds(largest, work, 0, overlaps=division.overlaps),
             )
-            self._speeds[key] = work.tokens / seconds / share.part
+            self._speeds[key] = work.tokens / seconds / share.work_fraction
         return self._speeds[key] * division.replicas
 
     def bound_for_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
@@ -413,7 +413,7 @@ class _Bounds:
         shortest = min(placed.length for one in windows for batch in one.batches for placed in batch.samples)
         # The other stages wait until the first sample has arrived, and until the last one has returned.
         filling = (sum(stages) - max(stages)) * shortest / work.tokens
-        return work.tokens / (max(stages) / division.replicas + filling) / share.part
+        return work.tokens / (max(stages) / division.replicas + filling) / share.work_fraction
 
     def _sharded_times(self, shards: int) -> StageTimes:
         if shards not in self._times:

@@ -31,11 +31,11 @@ from weftune.plan.window.pace import LoadPace, simulate_timeline
 
 REPEATED_SUMS = 0.5
 """Fraction of the all-reduces over shards in a layer's forward that are repeated when the layer is
-recomputed. Only the first of the two is: the second one yields the layer's output, which the backward needs
-only if a norm follows."""
+recomputed. A layer has two, and only the first is repeated: the second yields the layer's output, which the
+backward needs only if a norm follows."""
 ATTENTION = "self_attn"
-"""Part of the module paths of all linears that belong to attention, in the families of models whose layers
-can run in halves."""
+"""Substring of the module paths of all linears in attention, in the families of models whose layers can run
+in halves."""
 LAUNCH_SECONDS = 5e-4
 """Assumed seconds that the host takes to launch the kernels of half a layer. It is the minimum time of half a
 layer if microbatches overlap, since their passes are not captured as CUDA graphs."""
@@ -48,11 +48,13 @@ def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, l
     and the backward of every stage but the last one recomputes its forward first."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
     visit, back = Terms(fixed=terms.forward.embedding.fixed), Terms(fixed=terms.backward.embedding.fixed)
-    again = terms.forward.layer.times(recomputed).plus(terms.forward.adapter.times(recomputed / layers))
+    again = terms.forward.layer.multiply_by(recomputed).add(
+        terms.forward.adapter.multiply_by(recomputed / layers)
+    )
     return replace(
         cost,
-        forward=cost.forward.plus(visit.times(others)),
-        backward=cost.backward.plus(again).plus(visit.plus(back).times(others)),
+        forward=cost.forward.add(visit.multiply_by(others)),
+        backward=cost.backward.add(again).add(visit.add(back).multiply_by(others)),
     )
 
 
@@ -76,8 +78,8 @@ class StageTimes:
     """Whether shards exchange the largest value of each row, so that all round the row to 8-bit floats with
     the same scale."""
     attention_fraction: float = 0.0
-    """Fraction of a layer's weights that belongs to attention. It divides a layer's time into its halves, and
-    is set only if layers are divided into shards."""
+    """Fraction of a layer's weights that belongs to attention, by which a layer's time is divided into its
+    two halves. Set only if layers are divided into shards."""
 
     def divide_among_shards(self, shape: ModelShape, shards: int) -> StageTimes:
         """Return the predictor for a base each of whose layers is divided among `shards` workers. The fixed
@@ -161,31 +163,31 @@ class StageTimes:
             adapter_bytes={
                 job: self._exchanged_bytes(shapes[job], layer_ranges, layout.replicas) for job in jobs
             },
-            gradient_sums={job: self._gradient_sums(shapes[job], layer_ranges) for job in jobs},
+            gradient_sum_seconds={job: self._gradient_sum_seconds(shapes[job], layer_ranges) for job in jobs},
         )
 
     def _evaluation_price(self, layer_range: LayerRange, work: PassWork) -> PassPrice:
         sums = self._sum_seconds(layer_range, work) + self._vocabulary_sum_seconds(layer_range.is_first, work)
         seconds = self._part_seconds(self.terms.evaluation, layer_range, work) + sums
-        return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sums=sums)
+        return PassPrice(seconds, 0.0, self.output_bytes * work.tokens, forward_sum_seconds=sums)
 
     def _training_price(
         self, layer_range: LayerRange, work: PassWork, recomputed_fraction: float
     ) -> PassPrice:
-        """Return the cost of the forward and the backward of a microbatch on a stage. `recomputed_fraction`
-        is the part of the forward that the backward repeats, as a fraction."""
+        """Return the cost of the forward and the backward of a microbatch on a stage. The backward recomputes
+        `recomputed_fraction` of the forward."""
         handed, sums = self.output_bytes * work.tokens, self._sum_seconds(layer_range, work)
         forward = self._part_seconds(self.terms.forward, layer_range, work)
         backward = self._part_seconds(self.terms.backward, layer_range, work) + recomputed_fraction * forward
-        backward_sums = (1.0 + REPEATED_SUMS * recomputed_fraction) * sums
+        backward_sum_seconds = (1.0 + REPEATED_SUMS * recomputed_fraction) * sums
         ends = self._vocabulary_sum_seconds(layer_range.is_first + layer_range.is_last, work)
         return PassPrice(
             forward + sums + ends,
-            backward + backward_sums,
+            backward + backward_sum_seconds,
             handed,
             handed,
-            forward_sums=sums + ends,
-            backward_sums=backward_sums,
+            forward_sum_seconds=sums + ends,
+            backward_sum_seconds=backward_sum_seconds,
             forward_half=self._half_price(self.terms.forward, layer_range, work),
             backward_half=self._half_price(self.terms.backward, layer_range, work),
         )
@@ -201,8 +203,8 @@ class StageTimes:
         return HalfPrice(
             attention=squares + self.attention_fraction * rest,
             feed_forward=(1.0 - self.attention_fraction) * rest,
-            sum=self._sum_seconds(layer_range, work) / (SUMS_PER_LAYER * layers),
-            launch=LAUNCH_SECONDS,
+            sum_seconds=self._sum_seconds(layer_range, work) / (SUMS_PER_LAYER * layers),
+            launch_seconds=LAUNCH_SECONDS,
         )
 
     def _recomputed_fraction(self, layer_range: LayerRange, layout: Layout, recompute: Recompute) -> float:
@@ -227,7 +229,7 @@ class StageTimes:
             return 0.0
         return ends * self.link.all_reduce_seconds(self.output_bytes * work.tokens, self.shards)
 
-    def _gradient_sums(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
+    def _gradient_sum_seconds(self, job: JobShape, stages: Sequence[LayerRange]) -> tuple[float, ...]:
         """Return, for each stage, the seconds of the all-reduce over shards of a job's gradient."""
         if self.shards == 1 or self.link is None:
             return ()

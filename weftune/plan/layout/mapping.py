@@ -107,8 +107,8 @@ def _contention(roots: Sequence[int], topology: Topology, proximity: list[list[f
 
 
 def _improve_by_swaps(topology: Topology, proximity: list[list[float]]) -> list[int]:
-    """Return the root complex at each position of a locally optimal order. The search starts with the root
-    complexes in turn, and swaps two positions as long as that reduces the contention."""
+    """Return the root complex at each position of a locally optimal order. The search starts with an order in
+    which root complexes alternate, and swaps two positions as long as that reduces the contention."""
     left = list(topology.root_sizes)
     roots: list[int] = []
     while any(left):

@@ -18,7 +18,7 @@ from typing import TypeVar
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import format_bytes
-from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, passing_bytes, stages_seconds
+from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, stages_seconds, temporary_bytes
 
 T = TypeVar("T")
 PREFIXES = 200_000
@@ -59,16 +59,16 @@ class _Problem:
             self._stages[start, stop] = stage_cost(self.layers, start, stop)
         return self._stages[start, stop]
 
-    def stages(self, draft: StreamPartition) -> list[StageCost]:
-        return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
+    def stages(self, partition: StreamPartition) -> list[StageCost]:
+        return [self.stage(start, stop) for start, stop in pairwise(partition.cuts)]
 
-    def seconds(self, draft: StreamPartition) -> float:
-        return stages_seconds(self.stages(draft), draft.resident_stages, self.host, self.microbatches)
+    def seconds(self, partition: StreamPartition) -> float:
+        return stages_seconds(self.stages(partition), partition.resident_stages, self.host, self.microbatches)
 
-    def excess_bytes(self, draft: StreamPartition) -> int:
+    def excess_bytes(self, partition: StreamPartition) -> int:
         """Return the bytes by which the fullest GPU exceeds its memory. The result is 0 or negative if the
         partition fits."""
-        return -min(free_bytes(self.stages(draft), draft.resident_stages, self.host))
+        return -min(free_bytes(self.stages(partition), partition.resident_stages, self.host))
 
 
 def search_partition(
@@ -96,10 +96,10 @@ def largest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
 def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     """Return a partition with one layer per stage (Mobius's minimum-stage partition)."""
     problem = _Problem(layers, host, 1)
-    draft = _streamed_partition(tuple(range(len(layers) + 1)))
-    if problem.excess_bytes(draft) > 0:
+    partition = _streamed_partition(tuple(range(len(layers) + 1)))
+    if problem.excess_bytes(partition) > 0:
         raise PlanError(_shortage_reason(problem))
-    return draft
+    return partition
 
 
 def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
@@ -117,10 +117,10 @@ def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
                 if layer == cuts[-1]:
                     raise PlanError(_shortage_reason(problem))
                 cuts.append(layer)
-        draft = _streamed_partition((*cuts, len(problem.layers)))
-        excess_bytes = problem.excess_bytes(draft)
+        partition = _streamed_partition((*cuts, len(problem.layers)))
+        excess_bytes = problem.excess_bytes(partition)
         if excess_bytes <= 0:
-            return draft
+            return partition
         limit -= excess_bytes
 
 
@@ -143,7 +143,7 @@ def _search_locally(problem: _Problem, starts: int) -> StreamPartition | None:
     """Return the best partition that local searches from `starts` partitions find, or None if none fits in
     memory."""
     ranked = sorted(_starting_partitions(problem), key=problem.seconds)
-    descents = [_improve_partition(problem, draft) for draft in ranked[:starts]]
+    descents = [_improve_partition(problem, partition) for partition in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 
@@ -165,44 +165,44 @@ def _starting_partitions(problem: _Problem) -> Iterator[StreamPartition]:
 def _make_stages_resident(problem: _Problem, cuts: tuple[int, ...]) -> StreamPartition:
     """Return the partition with these boundaries between stages, in which as many of the first stages as fit
     are resident."""
-    draft = _streamed_partition(cuts)
-    for number in range(len(draft.resident_stages)):
-        longer = _toggle_resident(draft, number)
+    partition = _streamed_partition(cuts)
+    for number in range(len(partition.resident_stages)):
+        longer = _toggle_resident(partition, number)
         if problem.excess_bytes(longer) <= 0:
-            draft = longer
-    return draft
+            partition = longer
+    return partition
 
 
-def _improve_partition(problem: _Problem, draft: StreamPartition) -> StreamPartition:
+def _improve_partition(problem: _Problem, partition: StreamPartition) -> StreamPartition:
     """Return a locally optimal partition: the first change that reduces the step time is applied, repeatedly,
     until no change reduces it."""
-    seconds, tried = problem.seconds(draft), 0
-    better: StreamPartition | None = draft
+    seconds, tried = problem.seconds(partition), 0
+    better: StreamPartition | None = partition
     while better:
-        draft, better = better, None
-        for change in islice(_neighbouring_partitions(draft, problem.host.gpus), CHANGES - tried):
+        partition, better = better, None
+        for change in islice(_neighbouring_partitions(partition, problem.host.gpus), CHANGES - tried):
             tried += 1
             changed = problem.seconds(change)
             if changed < seconds * CLOSE:
                 better, seconds = change, changed
                 break
-    return draft
+    return partition
 
 
-def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
-    """Yield partitions that differ a little from `draft`: one boundary is moved, removed or added, or one
+def _neighbouring_partitions(partition: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
+    """Yield partitions that differ a little from `partition`: one boundary is moved, removed or added, or one
     stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
-    cuts, resident = draft.cuts, draft.resident_stages
+    cuts, resident = partition.cuts, partition.resident_stages
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
                 yield StreamPartition((*cuts[:number], cut, *cuts[number + 1 :]), resident)
     for number in range(len(resident)):
-        yield _toggle_resident(draft, number)
+        yield _toggle_resident(partition, number)
     for number in range(len(resident)):
         for other in range(number + 1, min(number + gpus + 1, len(resident))):
             if resident[number] != resident[other]:
-                yield _toggle_resident(_toggle_resident(draft, number), other)
+                yield _toggle_resident(_toggle_resident(partition, number), other)
     for number in range(1, len(cuts) - 1):
         yield StreamPartition(
             (*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:])
@@ -214,9 +214,11 @@ def _neighbouring_partitions(draft: StreamPartition, gpus: int) -> Iterator[Stre
             yield StreamPartition((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
 
 
-def _toggle_resident(draft: StreamPartition, number: int) -> StreamPartition:
-    resident = draft.resident_stages
-    return StreamPartition(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
+def _toggle_resident(partition: StreamPartition, number: int) -> StreamPartition:
+    resident = partition.resident_stages
+    return StreamPartition(
+        partition.cuts, (*resident[:number], not resident[number], *resident[number + 1 :])
+    )
 
 
 def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes: int) -> StreamedPartition:
@@ -239,10 +241,10 @@ def _branch_and_bound(problem: _Problem, best: StreamPartition | None, prefixes:
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = StreamPartition(child.cuts, child.resident_stages)
-                exact = problem.seconds(draft)
+                partition = StreamPartition(child.cuts, child.resident_stages)
+                exact = problem.seconds(partition)
                 if exact < seconds * CLOSE:
-                    best, seconds = draft, exact
+                    best, seconds = partition, exact
     if best is None:
         raise PlanError(_shortage_reason(problem))
     return StreamedPartition(best, seconds, min(dropped, seconds))
@@ -265,18 +267,19 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage with lower bounds on its times in seconds, in a prefix (the first stages of a partition). They
-    are lower bounds because later stages only reduce the free memory."""
+    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds. Later
+    stages take up memory and can therefore only increase these times."""
 
     stage: StageCost
     is_resident: bool
     first_start: float
     last_start: float
-    """Start times, in seconds, of the forwards of the first and of the last microbatch on a stage."""
+    """Start time, in seconds, of the forward of the last microbatch on the stage. `first_start` is that of
+    the first microbatch."""
     first_tail: float
     last_tail: float
-    """Seconds from the start of the last microbatch's backward on a stage to the end of the step.
-    `first_tail` is the time from the first microbatch's backward."""
+    """Seconds from the start of the last microbatch's backward on the stage to the end of the step.
+    `first_tail` is counted from the start of the first microbatch's backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,7 @@ class Prefix:
     """Last stage that has been placed on each GPU, or None for a GPU without stages."""
     fixed_bytes: tuple[int, ...]
     """Bytes that each GPU holds permanently."""
-    passing_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
     """Peak bytes that each GPU needs temporarily while one of its stages computes."""
     seconds: float
     """Lower bound on the seconds of any partition that begins with this prefix."""
@@ -331,7 +334,7 @@ class Bounds:
         own_bytes = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if is_resident else 0)
         fixed = _replace_at(prefix.fixed_bytes, gpu, prefix.fixed_bytes[gpu] + own_bytes)
         passing = _replace_at(
-            prefix.passing_bytes, gpu, max(prefix.passing_bytes[gpu], passing_bytes(stage, is_resident))
+            prefix.temporary_bytes, gpu, max(prefix.temporary_bytes[gpu], temporary_bytes(stage, is_resident))
         )
         room = self.host.memory_bytes - fixed[gpu]
         if passing[gpu] > room:
@@ -348,12 +351,12 @@ class Bounds:
         stage: StageCost,
         is_resident: bool,
         previous_stage: PartialPlacement | None,
-        previous_on_gpu: PartialPlacement | None,
+        previous_gpu_stage: PartialPlacement | None,
         free_bytes: int,
     ) -> PartialPlacement:
         """Return a stage with lower bounds on its start times and on the seconds from then to the end of the
-        step. `previous_stage` is the stage before it in the base, and `previous_on_gpu` the previous stage on
-        the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
+        step. `previous_stage` is the stage before it in the base, and `previous_gpu_stage` the previous stage
+        on the same GPU. `free_bytes` is the free memory of that GPU, apart from the stage that computes."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
         last_tail = stage.backward
@@ -366,17 +369,20 @@ class Bounds:
             first, last = previous_stage.first_start + arrival, previous_stage.last_start + arrival
             hop = stage.backward + (0 if alone else stage.gradient_bytes / bandwidth)
             last_tail, first_tail = hop + previous_stage.last_tail, hop + previous_stage.first_tail
-        if previous_on_gpu:
+        if previous_gpu_stage:
             weights = 0 if is_resident else stage.weight_bytes
             late = max(
-                0, weights - free_bytes + passing_bytes(previous_on_gpu.stage, previous_on_gpu.is_resident)
+                0,
+                weights
+                - free_bytes
+                + temporary_bytes(previous_gpu_stage.stage, previous_gpu_stage.is_resident),
             )
-            freed = previous_on_gpu.last_start + previous_on_gpu.stage.forward
-            first = max(first, freed + late / bandwidth, previous_on_gpu.first_start + weights / bandwidth)
-            again = 0 if previous_on_gpu.is_resident else previous_on_gpu.stage.weight_bytes
-            late = max(0, again - free_bytes + passing_bytes(stage, is_resident))
-            last_tail = max(last_tail, stage.backward + late / bandwidth + previous_on_gpu.first_tail)
-            first_tail = max(first_tail, again / bandwidth + previous_on_gpu.first_tail)
+            freed = previous_gpu_stage.last_start + previous_gpu_stage.stage.forward
+            first = max(first, freed + late / bandwidth, previous_gpu_stage.first_start + weights / bandwidth)
+            again = 0 if previous_gpu_stage.is_resident else previous_gpu_stage.stage.weight_bytes
+            late = max(0, again - free_bytes + temporary_bytes(stage, is_resident))
+            last_tail = max(last_tail, stage.backward + late / bandwidth + previous_gpu_stage.first_tail)
+            first_tail = max(first_tail, again / bandwidth + previous_gpu_stage.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
         return PartialPlacement(stage, is_resident, first, last, first_tail, last_tail)

@@ -93,12 +93,12 @@ def free_bytes(stages: Sequence[StageCost], resident_stages: Sequence[bool], hos
         own_bytes = host.stage_bytes + stage.state_bytes + resident_stages[number] * stage.weight_bytes
         fixed[number % host.gpus] += own_bytes
     return [
-        host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident_stages[number])
+        host.memory_bytes - fixed[number % host.gpus] - temporary_bytes(stage, resident_stages[number])
         for number, stage in enumerate(stages)
     ]
 
 
-def passing_bytes(stage: StageCost, is_resident: bool) -> int:
+def temporary_bytes(stage: StageCost, is_resident: bool) -> int:
     """Return the bytes that a stage needs only while it computes: activations and, if it is streamed,
     weights."""
     return stage.kept_bytes + (0 if is_resident else stage.weight_bytes)
@@ -144,13 +144,15 @@ def _visits(
 ) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
-    def visit(number: int, seconds: float, received_bytes: int, previous_on_gpu: int) -> MobiusVisit:
-        """Return the forward or backward of a stage with its transfers. `previous_on_gpu` is the number of
+    def visit(number: int, seconds: float, received_bytes: int, previous_gpu_stage: int) -> MobiusVisit:
+        """Return the forward or backward of a stage with its transfers. `previous_gpu_stage` is the number of
         the stage that ran before on the same GPU; a number out of range means that there is none."""
         weights = (
-            0 if resident_stages[number] or not 0 <= previous_on_gpu < count else stages[number].weight_bytes
+            0
+            if resident_stages[number] or not 0 <= previous_gpu_stage < count
+            else stages[number].weight_bytes
         )
-        late = max(0, weights - stage_free_bytes[previous_on_gpu]) if weights else 0
+        late = max(0, weights - stage_free_bytes[previous_gpu_stage]) if weights else 0
         return MobiusVisit(seconds, received_bytes if gpus > 1 else 0, weights, late)
 
     forward = [

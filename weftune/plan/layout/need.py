@@ -13,7 +13,7 @@ from operator import ge
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.estimate import GPU_LAUNCH, dequantised_bytes, layer_flops
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES
-from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, step_bytes
+from weftune.plan.cost.ring import TRAVEL_ROUNDS, copied_back_bytes, step_bytes
 from weftune.plan.cost.streamed_memory import StreamedMemory
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import Layout, StageLayers
@@ -170,8 +170,8 @@ class StreamCase:
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """Problems with each job alone that is admitted later. The stages that are found must fit in memory for
-    each of them, too."""
+    """Streaming problems of the jobs that are admitted later, each with one job alone. The stages that are
+    found must fit in memory for all of them."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (
@@ -205,7 +205,9 @@ class StreamCase:
             draft.layer_counts[worker :: self.workers],
             draft.resident_stages[worker :: self.workers],
         )
-        parts = self.memory.parts(sizes, resident, draft.slot_counts[worker], worker, len(draft.layer_counts))
+        parts = self.memory.bytes_by_use(
+            sizes, resident, draft.slot_counts[worker], worker, len(draft.layer_counts)
+        )
         return self.device.process_bytes + self.device.slack_bytes + sum(parts)
 
     def host_bytes(self, draft: LayoutDraft) -> int:
@@ -364,7 +366,7 @@ class StreamCase:
             gradient_bytes=layer_count * self.memory.gradient_bytes,
             adapter_bytes=layer_count * self.memory.copy_bytes,
             step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
-            state_bytes=parameters * back_bytes(self.shape.bytes_per_value),
+            state_bytes=parameters * copied_back_bytes(self.shape.bytes_per_value),
         )
 
 
@@ -405,7 +407,7 @@ def undominated_jobs(jobs: Iterable[JobShape]) -> list[JobShape]:
     """Return the jobs that no other job dominates: no other job needs at least as much of every resource. If
     each of them fits in memory alone, so does every other job."""
     wants = {
-        (job.trainable_parameters, job.max_sample_tokens, job.batch_tokens, job.mean_vectors): job
+        (job.trainable_parameters, job.max_sample_tokens, job.batch_tokens, job.mean_weight_count): job
         for job in jobs
     }
 

@@ -38,13 +38,13 @@ class OffloadedRound:
     """Predicted seconds of a round in which two groups of jobs alternate and optimizer state is in host
     memory. With one job, the second group is empty, and nothing overlaps with the optimizer step."""
 
-    passes: tuple[float, float]
+    pass_seconds: tuple[float, float]
     transfer_seconds: tuple[float, float]
     """Seconds of the transfers for each group's optimizer steps, in both directions at the same time."""
 
     @property
     def seconds(self) -> float:
-        (first, second), (first_moved, second_moved) = self.passes, self.transfer_seconds
+        (first, second), (first_moved, second_moved) = self.pass_seconds, self.transfer_seconds
         # No pass hides the Steps of a window's last group.
         bare = second_moved / TRAVEL_ROUNDS
         return max(first, second_moved) + max(second, first_moved) + bare
@@ -52,7 +52,7 @@ class OffloadedRound:
     @property
     def exposed_seconds(self) -> float:
         """Seconds per round in which the device waits for the transfers of optimizer steps."""
-        return self.seconds - self.passes[0] - self.passes[1]
+        return self.seconds - self.pass_seconds[0] - self.pass_seconds[1]
 
 
 def offloaded_round(

@@ -76,13 +76,13 @@ def slotted_seconds(
     last = len(stages) - 1
     now = link = leaving = began = asked = 0.0
 
-    def load_stage(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
-        """Simulate the load of a stage over the link, together with `copies` bytes of adapter weights and
-        with its inputs, whose transfer takes `inputs` seconds."""
+    def load_stage(stage: int, slot: int, adapter_bytes: int = 0, input_seconds: float = 0.0) -> None:
+        """Simulate the load of a stage over the link, together with `adapter_bytes` bytes of adapter weights
+        and with its inputs, whose transfer takes `input_seconds` seconds."""
         nonlocal link
         begins = max(link, freed[slot], home[stage])
-        behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
-        link = begins + (stages[stage].load_bytes + copies) / bandwidth + behind
+        behind = max(0.0, input_seconds - max(0.0, begins - max(link, began))) if input_seconds else 0.0
+        link = begins + (stages[stage].load_bytes + adapter_bytes) / bandwidth + behind
         stage_in_slot[slot] = stage
 
     for stage, one in enumerate(stages):
@@ -131,8 +131,8 @@ def round_seconds(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds per round over several workers in steady state. The arguments are those of
-    `round_ends`."""
+    """Return the seconds per round of streamed stages over several workers, in steady state. For the
+    arguments, see `round_ends`."""
     first, second = round_ends(stages, layout, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 

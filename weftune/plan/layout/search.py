@@ -26,8 +26,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of layers per stage that the search for the stages of a streamed base tries."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best candidate layouts that are improved by small changes, in addition to the best one of
-every kind."""
+"""Number of the best candidate layouts that are improved by small changes. The best one of every kind, such
+as each number of slots, is improved too."""
 QUICK = 16
 """Maximum number of candidate layouts with which the search on one device starts."""
 CHANGES = 2000
@@ -57,7 +57,7 @@ class EvaluatedDraft:
     """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
 
     @property
-    def rank(self) -> tuple[int, float]:
+    def sort_key(self) -> tuple[int, float]:
         return self.excess_bytes, self.seconds
 
     def is_better_than(self, other: EvaluatedDraft) -> bool:
@@ -68,7 +68,7 @@ class EvaluatedDraft:
         return self.seconds < other.seconds * CLOSE
 
 
-def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
+def search_layouts(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
     """Return the fastest layout found for any of the streaming problems `cases`, with preference to earlier
     ones among equals. Return None if no layout fits in memory."""
     starts = _select_diverse([found for case in cases for found in _starting_drafts(case)])
@@ -88,7 +88,7 @@ def search(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
     """Return the best of the evaluated layouts and, among equals, the first one."""
-    least = min(evaluated_drafts, key=lambda one: one.rank)
+    least = min(evaluated_drafts, key=lambda one: one.sort_key)
     return next(one for one in evaluated_drafts if not least.is_better_than(one))
 
 
@@ -128,8 +128,9 @@ def _fastest_starting_drafts(case: StreamCase) -> list[EvaluatedDraft]:
 
 
 def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[EvaluatedDraft]:
-    """Return the best `STARTS` candidate layouts and the best one of every kind, in their original order."""
-    ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].rank)
+    """Return the best `STARTS` candidate layouts and the best one of every kind (see `_draft_kind`), in their
+    original order."""
+    ranked = sorted(range(len(evaluated_drafts)), key=lambda number: evaluated_drafts[number].sort_key)
     firsts: dict[object, int] = {}
     for number in ranked:
         firsts.setdefault(_draft_kind(evaluated_drafts[number]), number)
@@ -194,8 +195,8 @@ def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with as many resident stages as fit, spread evenly. The last stage is streamed
-    in some of them and resident in others. A resident one may be larger than a slot."""
+    """Yield candidate layouts with as many resident stages as fit, spread evenly. The last stage, which may
+    be larger than a slot if it is resident, is streamed in some of them and resident in others."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others

@@ -58,11 +58,11 @@ def assign_seats(
     seating = _Seating(attached_jobs, fits, overtake_counts or {})
     rest = order_for_seats(waiting_jobs, attached_jobs)
     while rest:
-        rest = seating.fill(rest)
+        rest = seating.admit_jobs(rest)
     return Seats(tuple(seating.seated_jobs), tuple(seating.unseated_jobs))
 
 
-def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
+def find_misfits(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
     """Return a dict from the name of each job that does not fit even alone to the reason. Jobs that are no
     larger than a job that fits are not checked."""
     runnable: list[JobShape] = []
@@ -92,14 +92,14 @@ class _Seating:
         self._as_large: set[str] = set()
         """Names of jobs that were checked and did not fit, and of jobs behind them that are no smaller."""
         self._left: float = math.inf
-        """Number of jobs that may still be admitted before jobs that are ahead of them in the queue but do
+        """Number of jobs that may still overtake the waiting jobs that are ahead of them in the queue but do
         not fit."""
         self._crowded = False
-        """Whether another job has been admitted. As long as none has, running jobs keep running, whatever
+        """Whether a waiting job has been admitted. As long as none has, running jobs keep running, whatever
         their predicted memory."""
 
-    def fill(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
-        """Let the jobs of `waiting_jobs` run up to the first one that does not fit in memory. Return the jobs
+    def admit_jobs(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
+        """Admit the jobs of `waiting_jobs` up to the first one that does not fit in memory. Return the jobs
         behind that one, which are still to be considered."""
         tried = self._possible_positions(waiting_jobs)
         run = [waiting_jobs[at] for at, _ in tried]
@@ -121,8 +121,8 @@ class _Seating:
         return list(waiting_jobs[end + 1 :])
 
     def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
-        """Return a pair for each job that can run if all jobs before it fit: its position in `waiting_jobs`,
-        and how many jobs that are behind waiting jobs may still be admitted at this position."""
+        """Return, for each job that can run if all jobs before it fit, its position in `waiting_jobs` and the
+        number of jobs that may still overtake waiting jobs at this position."""
         left, found = self._left, []
         for at, job in enumerate(waiting_jobs):
             waits = job.name not in self._present
@@ -155,7 +155,7 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
     if (
         job.max_sample_tokens < other.max_sample_tokens
         or job.batch_tokens < other.batch_tokens
-        or job.mean_vectors < other.mean_vectors
+        or job.mean_weight_count < other.mean_weight_count
     ):
         return False
     if job.trainable_parameters < other.trainable_parameters or len(job.parameters_by_layer) != len(

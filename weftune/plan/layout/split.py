@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.cluster import detect_cpu
 from weftune.plan.cost.estimate import Speed, data_sheet_speed
-from weftune.plan.cost.prior import counted_terms
+from weftune.plan.cost.prior import flop_terms
 from weftune.plan.cost.time import CostModel, pass_work
 from weftune.plan.layout.balanced import assign_longest_first, improve_by_moves
 from weftune.plan.pack.instance import pack
@@ -26,10 +26,10 @@ class JobWork:
     steps: int
     """Number of remaining steps."""
     batches: tuple[GlobalBatch, ...]
-    """Sample of the job's global batches, from which the time of all of them is predicted."""
+    """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
     """Number of remaining evaluations."""
-    held_out: tuple[PlacedSample, ...] = ()
+    held_out_samples: tuple[PlacedSample, ...] = ()
     """Held-out samples of each evaluation."""
 
 
@@ -60,13 +60,13 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
     step = sum(cost.pass_seconds(pass_work(one, met)) for one in trained) / max(1, len(job.batches))
-    evaluation = sum(cost.evaluation(pass_work(one, met)) for one in passes(0, job.held_out))
+    evaluation = sum(cost.evaluation(pass_work(one, met)) for one in passes(0, job.held_out_samples))
     return job.steps * (step + cost.step(1, job.shape.trainable_parameters)) + job.evaluations * evaluation
 
 
 def data_sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     """Return a time model of the base in seconds, computed from its FLOPs and the speed of a device."""
-    return counted_terms(shape).base_cost(shape.layers, speed.source).times(1 / speed.flops)
+    return flop_terms(shape).base_cost(shape.layers, speed.source).multiply_by(1 / speed.flops)
 
 
 def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:

@@ -20,7 +20,7 @@ from weftune.plan.layout.search import (
     filled_drafts,
     fits_any,
     least_memory_drafts,
-    search,
+    search_layouts,
 )
 from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.program.layout import Layout, one_device_layout
@@ -132,7 +132,7 @@ def choose_stream(
         for state in states
     ]
     # The first draft for which no other is clearly faster is the simplest.
-    best = [found for cases in by_state if (found := search(cases))]
+    best = [found for cases in by_state if (found := search_layouts(cases))]
     least = min((found.seconds for found in best), default=0.0)
     chosen = next((found for found in best if (1 - MIN_GAIN) * found.seconds <= least), None)
     if chosen is None and waiting_jobs:
@@ -261,8 +261,8 @@ def _streaming_reason(evaluated: EvaluatedDraft) -> str:
             f" for a run and they would take {format_bytes(streamed)}"
         )
     return (
-        f"streamed in {len(sizes)} stages of {_range_text(sizes, 'layer')}, {stays} of them resident, the "
-        f"others in {_range_text([slots], 'slot')}, since the base, its adapters and their passes need "
+        f"streamed in {len(sizes)} stages of {_format_range(sizes, 'layer')}, {stays} of them resident, the "
+        f"others in {_format_range([slots], 'slot')}, since the base, its adapters and their passes need "
         f"{format_bytes(whole)} and the GPU has {format_bytes(device.budget_bytes)} for a run; adapters "
         f"{adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
@@ -270,7 +270,7 @@ def _streaming_reason(evaluated: EvaluatedDraft) -> str:
     )
 
 
-def _range_text(counts: Sequence[int], unit: str) -> str:
+def _format_range(counts: Sequence[int], unit: str) -> str:
     least, largest = min(counts), max(counts)
     count_noun = f"{largest} {unit}{'' if largest == 1 else 's'}"
     return f"{least} to {largest} {unit}s" if least < largest else count_noun
@@ -306,7 +306,7 @@ def choose_for_workers(
 
     tokens = max(sum(job.batch_tokens for job in jobs), max_sample_tokens(jobs))
     cases = [case(jobs, capacity) for capacity in capacities(max_sample_tokens(jobs), max_tokens, tokens)]
-    found = search(case_with_later_jobs(one, later_jobs) for one in cases)
+    found = search_layouts(case_with_later_jobs(one, later_jobs) for one in cases)
     if found is None:
         least = cases[-1]
         tried = (least, *(case([job], job.max_sample_tokens) for job in later_jobs))
@@ -315,7 +315,7 @@ def choose_for_workers(
     return _make_stream_choice(found, _workers_reason(found, unstreamed_bytes))
 
 
-def _workers_text(case: StreamCase) -> str:
+def _describe_workers(case: StreamCase) -> str:
     """Return a description of the workers for the user, such as `2 workers`, `2 shards` or `2 workers of 2
     shards`."""
     counts = ((case.workers, "workers"), (case.shape.shards, "shards"))
@@ -327,10 +327,10 @@ def _workers_reason(evaluated: EvaluatedDraft, unstreamed_bytes: int) -> str:
     sizes, stay = evaluated.draft.layer_counts, sum(evaluated.draft.resident_stages)
     placement = "all of them resident"
     if stay < len(sizes):
-        slots = _range_text([count for count in cut.slot_counts if count], "slot")
+        slots = _format_range([count for count in cut.slot_counts if count], "slot")
         placement = f"{stay} of them resident, the others in {slots} of their worker"
     return (
-        f"streamed over {_workers_text(case)} in {len(sizes)} stages of {_range_text(sizes, 'layer')}, "
+        f"streamed over {_describe_workers(case)} in {len(sizes)} stages of {_format_range(sizes, 'layer')}, "
         f"{placement}, since a worker's part of the base, an adapter and the passes of a pipeline would need "
         f"{format_bytes(unstreamed_bytes)} of a device that has {format_bytes(case.device.budget_bytes)} "
         "for a run; adapters and "
@@ -403,7 +403,7 @@ def _workers_misfit_error(case: StreamCase) -> PlanError:
         others = len(case.jobs) - 1
         beside = f"with {others} other job{'s' if others > 1 else ''} running, " if others else ""
         return PlanError(
-            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {_workers_text(case)} with "
+            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {_describe_workers(case)} with "
             f"{case.capacity} tokens in a microbatch, a worker needs {format_bytes(need)} of its device "
             "at the least, "
             f"where adapters and inputs of stages stay, but {format_bytes(device.budget_bytes)} are "

@@ -2,10 +2,10 @@
 time of the plan.
 
 Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. Most
-mechanisms are compared in the first window (a few global batches of every job), ended with whole batches.
-Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds that a run
-would measure if its passes took the predicted times. The first window alone would not show them: it is
-planned with guessed speeds and does not hand over.
+mechanisms are compared in the first window (a few global batches of every job), which then leaves no batch
+unfinished. Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds
+that a run would measure if its passes took the predicted times. The first window alone would not show them:
+it is planned with guessed speeds and does not hand over.
 """
 
 from __future__ import annotations
@@ -55,29 +55,35 @@ def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes)
     at a time."""
     jobs, choice = list(prediction.window.shapes.values()), prediction.choice
     # The plan that is shown has whole batches, so that times can be compared.
-    plan = partial(first_window, attached=jobs, job_window=job_window, hands_over=False)
+    plan = partial(first_window, attached_jobs=jobs, job_window=job_window, hands_over=False)
     rows = []
     if len(jobs) > 1:
-        rows.append(compare(prediction, "sharing", "no job shares a microbatch", prediction.alternatives[-1]))
+        rows.append(
+            compare_forecasts(
+                prediction, "sharing", "no job shares a microbatch", prediction.alternatives[-1]
+            )
+        )
     if (half := prediction.program.capacity // 2) >= max_sample_tokens(jobs):
         forecast = forecast_window(plan(replace(choice, capacity=half)), times)
-        row = compare(prediction, "capacity", f"microbatches of {half:,} tokens", forecast)
+        row = compare_forecasts(prediction, "capacity", f"microbatches of {half:,} tokens", forecast)
         rows.append(replace(row, options={"capacity": half}))
     if len(choice.layout.stages) > 1:
         rows += _ablate_planner(prediction, jobs, job_window, times)
         if (even := _choice_with_even_stages(choice)).layout != choice.layout:
             forecast = forecast_window(plan(even), times)
-            rows.append(compare(prediction, "partition", "embedding and head not counted", forecast))
+            rows.append(
+                compare_forecasts(prediction, "partition", "embedding and head not counted", forecast)
+            )
         return rows
     mechanism, alternative, mechanisms = NO_EXCHANGES
     window = plan(replace(choice, mechanisms=mechanisms))
     if window.program.microbatches != prediction.program.microbatches:
-        row = compare(prediction, mechanism, alternative, forecast_window(window, times))
+        row = compare_forecasts(prediction, mechanism, alternative, forecast_window(window, times))
         rows.append(replace(row, options={"mechanisms": mechanisms}))
     return rows
 
 
-def compare(
+def compare_forecasts(
     prediction: Prediction,
     mechanism: str,
     alternative: str,
@@ -106,7 +112,7 @@ def _ablate_planner(
         others = plan(mechanisms)
         if [one.program for one in others] != [one.program for one in windows]:
             other = _forecast_windows(others, times)
-            row = compare(prediction, mechanism, alternative, other, reference)
+            row = compare_forecasts(prediction, mechanism, alternative, other, reference)
             yield replace(row, options={"mechanisms": mechanisms})
 
 

@@ -8,7 +8,7 @@ from weftune.plan.outlook.streamed import StreamOutlook
 from weftune.plan.program.program import Recompute
 
 
-def explain(prediction: Prediction, source: str) -> list[str]:
+def explain_resident_plan(prediction: Prediction, source: str) -> list[str]:
     """Return the sentences that explain a plan whose base stays on the devices. `source` is a description of
     the source of the predicted times."""
     choice, program, forecast = prediction.choice, prediction.program, prediction.forecast

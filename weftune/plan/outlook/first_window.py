@@ -72,7 +72,7 @@ class FirstWindow:
 
 def first_window(
     choice: LayoutChoice,
-    attached: Sequence[JobShape],
+    attached_jobs: Sequence[JobShape],
     job_window: Callable[[str, int], JobWindow],
     *,
     hands_over: bool = True,
@@ -85,14 +85,14 @@ def first_window(
     """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     pacing = choice.pacing(paces, hands_over=hands_over)
-    courses = [job_window(job.name, choice.window_rounds) for job in attached]
+    courses = [job_window(job.name, choice.window_rounds) for job in attached_jobs]
     cut = shorten_windows(courses, choice.first_pace)
-    return plan_predicted_window(choice, attached, cut, pacing, uses_free_memory=hands_over)
+    return plan_predicted_window(choice, attached_jobs, cut, pacing, uses_free_memory=hands_over)
 
 
 def plan_predicted_window(
     choice: LayoutChoice,
-    attached: Sequence[JobShape],
+    attached_jobs: Sequence[JobShape],
     windows: Sequence[JobWindow],
     pacing: Pacing | None,
     inherited: Unfinished = FINISHED,
@@ -101,11 +101,11 @@ def plan_predicted_window(
 ) -> FirstWindow:
     """Plan a window of these jobs, and return it with its predicted time and memory. With `uses_free_memory`,
     a pipeline has as many microbatches in flight as memory allows."""
-    memory, shapes = choice.memory, {job.name: job for job in attached}
-    recompute = memory.choose_recompute(attached, choice.capacity)
-    capacity = memory.choose_capacity(attached, choice.capacity, recompute)
+    memory, shapes = choice.memory, {job.name: job for job in attached_jobs}
+    recompute = memory.choose_recompute(attached_jobs, choice.capacity)
+    capacity = memory.choose_capacity(attached_jobs, choice.capacity, recompute)
     if pacing is not None and uses_free_memory:
-        pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached, capacity, recompute))
+        pacing = replace(pacing, spare_microbatches=memory.choose_spare(attached_jobs, capacity, recompute))
     program = plan_window(
         windows,
         choice.layout,

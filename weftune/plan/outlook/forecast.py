@@ -104,7 +104,7 @@ def predict_window(
 ) -> Prediction:
     """Predict the first window of a run. `jobs` are the jobs that run together from the start, and `times`
     predicts the times of stages."""
-    times = replace(times, step=times.step.plus(choice.step_wait))
+    times = replace(times, step=times.step.add(choice.step_wait))
     first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
     evaluating = any(isinstance(action, ForwardOnly) for action, _ in first.program.forward_passes())
     window = first
@@ -144,7 +144,7 @@ def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window:
 
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
     """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
-    times = replace(times, step=times.step.plus(window.choice.step_wait))
+    times = replace(times, step=times.step.add(window.choice.step_wait))
     return _forecast_timeline(window, _simulate_window(window, times))
 
 
@@ -165,7 +165,7 @@ def _forecast_timeline(window: FirstWindow, timeline: Timeline) -> Forecast:
         steps=max(counts.values()),
         tokens=sum(batch.tokens for batch in program.batches),
         microbatches=len(program.microbatches),
-        busy_seconds=shards * sum(timeline.busy_shares()) * seconds,
+        busy_seconds=shards * sum(timeline.busy_fractions()) * seconds,
         sum_seconds=shards * timeline.sum_seconds,
         devices=shards * timeline.devices,
         peaks=(prediction.peak_bytes,) * shards * timeline.devices,
@@ -196,17 +196,17 @@ def _forecast_alternatives(
     return [alone_way, piped] if several else [alone_way]
 
 
-def scale_to_window(part: Forecast, whole: Forecast) -> Forecast:
-    """Return the forecast `part`, scaled to the number of tokens of the window `whole`."""
-    factor = whole.tokens / part.tokens
+def scale_to_window(forecast: Forecast, window_forecast: Forecast) -> Forecast:
+    """Return the forecast `forecast`, scaled to the number of tokens of the window `window_forecast`."""
+    factor = window_forecast.tokens / forecast.tokens
     return replace(
-        part,
-        seconds=factor * part.seconds,
-        busy_seconds=factor * part.busy_seconds,
-        sum_seconds=factor * part.sum_seconds,
-        steps=whole.steps,
-        tokens=whole.tokens,
-        microbatches=round(factor * part.microbatches),
+        forecast,
+        seconds=factor * forecast.seconds,
+        busy_seconds=factor * forecast.busy_seconds,
+        sum_seconds=factor * forecast.sum_seconds,
+        steps=window_forecast.steps,
+        tokens=window_forecast.tokens,
+        microbatches=round(factor * forecast.microbatches),
     )
 
 

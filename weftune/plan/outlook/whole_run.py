@@ -30,7 +30,7 @@ class JobTotal:
 class WholeRun:
     """Predicted time and memory of a whole run."""
 
-    ends: Mapping[str, float]
+    end_seconds: Mapping[str, float]
     """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
     """Bytes that the run needs on the fullest device."""
@@ -38,7 +38,7 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
-        return max(self.ends.values())
+        return max(self.end_seconds.values())
 
 
 RoundSeconds = Callable[[Collection[str]], float]

@@ -65,7 +65,7 @@ def pack_best(
 
     With `leaves_room`, the rows of the last microbatch are also minimised, so that samples of the next round
     can be added to it. The rows of each job in a microbatch are padded to a multiple of `multiple`. `jobs`
-    contains the number of each sample's job; If it is None, all samples belong to one job.
+    contains the index of each sample's job. None means that all samples belong to one job.
     """
     return pack_instance(make_instance(lengths, capacity, multiple, jobs), leaves_room, limits)
 

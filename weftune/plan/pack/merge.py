@@ -63,20 +63,20 @@ def merge(
     rounds: Sequence[Sequence[BatchSample]],
     rules: MergeRules,
     previous_microbatches: Sequence[Microbatch] = (),
-    move_samples: bool = True,
+    moves_samples: bool = True,
 ) -> Merged:
     """Pack each round into microbatches and concatenate the rounds. `previous_microbatches` come before the
     rounds and do not change.
 
-    With `move_samples`, samples may move into the last microbatch of the round before, unless the sequence
+    With `moves_samples`, samples may move into the last microbatch of the round before, unless the sequence
     becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
     to its previous one, which may require no-ops.
     """
     alone = [_pack_samples(samples, rules) for samples in rounds]
-    plain = _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=False)
+    plain = _concatenate_rounds(rounds, alone, rules, previous_microbatches, moves_samples=False)
     merged = (
-        _concatenate_rounds(rounds, alone, rules, previous_microbatches, move_samples=True)
-        if move_samples
+        _concatenate_rounds(rounds, alone, rules, previous_microbatches, moves_samples=True)
+        if moves_samples
         else plain
     )
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
@@ -91,7 +91,7 @@ def verify_microbatches(
     previous_microbatches: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
-    exceeds the capacity, and the batches of a job are far enough apart (the bubble lemma)."""
+    exceeds the capacity, and the batches of a job are far enough apart (see `earliest_microbatch`)."""
     planned = Counter(one for samples in rounds for one in samples)
     if Counter(one for microbatch in microbatches for one in microbatch) != planned:
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
@@ -119,15 +119,15 @@ def _concatenate_rounds(
     packed_rounds: Sequence[Sequence[Microbatch]],
     rules: MergeRules,
     previous_microbatches: Sequence[Microbatch],
-    move_samples: bool,
+    moves_samples: bool,
 ) -> Merged:
     """Concatenate the rounds. `packed_rounds` contains the microbatches of each round, packed separately.
-    With `move_samples`, samples may move into the last microbatch of the round before."""
+    With `moves_samples`, samples may move into the last microbatch of the round before."""
     line = _Sequence(rules, previous_microbatches)
     moved = 0
     for samples, packed in zip(rounds, packed_rounds, strict=True):
         laid = packed
-        if move_samples and len(line.microbatches) > len(previous_microbatches):
+        if moves_samples and len(line.microbatches) > len(previous_microbatches):
             chosen = line.find_best_fill(samples)
             taken = set(chosen)
             rest = _pack_samples([one for one in samples if one not in taken], rules)

@@ -11,8 +11,8 @@ from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPl
 
 
 def ladder_size(tokens: int) -> int:
-    """Round a number of rows up to an allowed microbatch size. Allowed sizes (the ladder) are sixteen per
-    power of two, but at least 128 apart."""
+    """Round a number of rows up to an allowed microbatch size. Allowed sizes (the pads_to_ladder) are sixteen
+    per power of two, but at least 128 apart."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
@@ -30,13 +30,13 @@ def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits =
 
 
 def pack_segments(
-    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False, limits: Limits = LIMITS
+    segments: Iterable[SegmentPlan], capacity: int, pads_to_ladder: bool = False, limits: Limits = LIMITS
 ) -> list[MicrobatchPlan]:
     """Return microbatches with the samples of all `segments`. Within a microbatch, the samples of a job are
     contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.
 
-    With `ladder`, microbatches are padded to the allowed sizes of `ladder_size`. `limits` bound the effort of
-    packing.
+    With `pads_to_ladder`, microbatches are padded to the allowed sizes of `ladder_size`. `limits` bound the
+    effort of packing.
     """
     segments = list(segments)
     pieces = [
@@ -45,11 +45,13 @@ def pack_segments(
         for together in sample_groups(segment.samples)
     ]
     lengths = [sum(placed.length for placed in together) for _, together in pieces]
-    size = smallest_ladder_size(lengths, capacity, limits) if ladder else capacity
+    size = smallest_ladder_size(lengths, capacity, limits) if pads_to_ladder else capacity
     bins = pack_best(lengths, size, limits=limits).bins
     made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
     return (
-        [replace(one, padded_rows=min(ladder_size(one.tokens), capacity)) for one in made] if ladder else made
+        [replace(one, padded_rows=min(ladder_size(one.tokens), capacity)) for one in made]
+        if pads_to_ladder
+        else made
     )
 
 

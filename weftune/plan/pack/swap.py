@@ -150,7 +150,7 @@ def find_best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[
     choices, longer samples are preferred, because short ones are easier to place later."""
     if len({case.jobs[index] for index in pool}) <= 1:
         sums = _Sums(case, pool, free_rows // case.multiple * case.multiple)
-        return sums.find_subset(sums.largest(sums.room))
+        return sums.find_subset(sums.largest_sum(sums.room))
     return _best_padded_fill(case, pool, free_rows)
 
 
@@ -168,7 +168,7 @@ class _Sums:
             before = self.reach[-1]
             self.reach.append((before | before << case.lengths[index]) & mask)
 
-    def largest(self, free_rows: int) -> int:
+    def largest_sum(self, free_rows: int) -> int:
         """Return the largest number of tokens, at most `free_rows`, that a subset of the samples has in
         total."""
         return (self.reach[-1] & ((1 << (free_rows + 1)) - 1)).bit_length() - 1
@@ -199,7 +199,7 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
         best, share = tokens.copy(), np.zeros(units + 1, dtype=np.int64)
         previous = 0
         for count in range(1, units + 1):
-            added = job_sums.largest(count * case.multiple)
+            added = job_sums.largest_sum(count * case.multiple)
             if added == previous:
                 continue
             previous = added
@@ -214,6 +214,6 @@ def _best_padded_fill(case: Instance, pool: Sequence[int], free_rows: int) -> li
     remaining_units = int(tokens.argmax())
     for job_sums, share in zip(reversed(sums), reversed(shares), strict=True):
         count = int(share[remaining_units])
-        taken += job_sums.find_subset(job_sums.largest(count * case.multiple))
+        taken += job_sums.find_subset(job_sums.largest_sum(count * case.multiple))
         remaining_units -= count
     return taken

@@ -162,7 +162,7 @@ def _check_replica_scores(program: Program) -> None:
     """Check that the last stages of all replicas exchange the same scores."""
     exchanges = [
         {one for one in actions if isinstance(one, Reduce) and one.payload in SCORE_PAYLOADS}
-        for actions in (program.devices[device] for device in program.group(program.stages[-1]))
+        for actions in (program.devices[device] for device in program.same_stage_devices(program.stages[-1]))
     ]
     _require(all(one == exchanges[0] for one in exchanges), "replicas exchange different scores")
 
@@ -174,22 +174,23 @@ class _DeviceCheck:
         self,
         program: Program,
         device: int,
-        share: Counter[tuple[str, int]],
-        sample_counts: Sequence[Counter[tuple[str, int]]],
+        trained_counts: Counter[tuple[str, int]],
+        scored_counts: Sequence[Counter[tuple[str, int]]],
         last_steps: dict[str, int],
     ) -> None:
-        """Prepare the check of a device. `share` maps each (job, step) to the number of samples that the
-        device's replica trains, and `sample_counts` to the number that each replica scores."""
+        """Prepare the check of a device. `trained_counts` maps each (job, step) to the number of samples that
+        the device's replica trains, and `scored_counts` to the number that each replica scores."""
         self.program = program
         self.device = device
         self.replica = program.replica(device)
         self.homes = program.stage_devices(self.replica)
         self.own_stages = {stage for stage, where in enumerate(self.homes) if where == device}
         self.left = {
-            (one.job, one.step): share[one.job, one.step] * len(self.own_stages) for one in program.batches
+            (one.job, one.step): trained_counts[one.job, one.step] * len(self.own_stages)
+            for one in program.batches
         }
-        self.unscored = sample_counts[self.replica].copy()
-        self.scored_by_replicas = set().union(*sample_counts) if program.replicas > 1 else set()
+        self.unscored = scored_counts[self.replica].copy()
+        self.scored_by_replicas = set().union(*scored_counts) if program.replicas > 1 else set()
         """Pairs of a job and a step after which replicas score samples of the job."""
         self.exchanged: set[Reduce] = set()
         """Reduce actions for scores that the device has executed."""
@@ -299,8 +300,8 @@ class _DeviceCheck:
         else:
             _require((number, stage) in self.in_flight, "{} has no Forward before it", action)
             _require(self._has_halves(ForwardHalf, number), "{} has no half layers before it", action)
-            expected = program.half_layers - 1 - count
-        is_next = action.index == expected and count < program.half_layers
+            expected = program.half_layer_count - 1 - count
+        is_next = action.index == expected and count < program.half_layer_count
         _require(is_next, "{} is out of order: {} half layers have run", action, count)
         if isinstance(action, ForwardHalf) and count == 0:
             for segment in program.microbatches[number].segments:
@@ -316,7 +317,7 @@ class _DeviceCheck:
         """Check that a pass comes after all of its half layers or, if it does not overlap with another pass,
         that it has no half layers."""
         count = self.half_counts[kind, action.microbatch]
-        needed = self.program.half_layers if is_overlapped else 0
+        needed = self.program.half_layer_count if is_overlapped else 0
         _require(count == needed, "{} comes after {} of {} half layers", action, count, needed)
 
     def _check_step_before(self, action: Forward | ForwardHalf, segment: SegmentPlan) -> None:
@@ -378,7 +379,7 @@ class _DeviceCheck:
             return
         rows = self.open_rows.pop((job, step), 0)
         _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
-        told = (job, step) in self.reduced or not self.program.pipelined
+        told = (job, step) in self.reduced or not self.program.is_pipelined
         _require(told, "{} comes before its Reduce", action)
         _require((job, step) not in self.made, "{} comes a second time", action)
         self.made.add((job, step))
@@ -534,7 +535,7 @@ def _check_transport(program: Program) -> None:
         device for device, actions in enumerate(program.devices) if walk.reached[device] < len(actions)
     ]
     if waiting:
-        raise IllegalProgram(walk.describe_circle(waiting[0]))
+        raise IllegalProgram(walk.describe_deadlock(waiting[0]))
     _require(not any(walk.under_way.values()), "something is sent and never received")
 
 
@@ -568,9 +569,9 @@ class _TransportCheck:
                 self.reached[device] += 1
         return self.reached != before
 
-    def describe_circle(self, device: int) -> str:
-        """Return a sentence about a deadlock: at which action `device` waits for which other device, what
-        that device waits for, and so forth, until a device occurs twice or has no more actions."""
+    def describe_deadlock(self, device: int) -> str:
+        """Return a sentence that describes a deadlock: the devices that wait for one another, beginning with
+        `device`, each with the action at which it waits."""
         told, seen = f"device {device} waits forever", {device}
         while True:
             peer = self._awaited_device(device)
@@ -655,7 +656,7 @@ class StepMessages:
     def required_messages(self, action: Reduce | Step, device: int) -> tuple[StepMessage, ...]:
         """Return the messages that `device` must have received before it can begin `action`."""
         program = self._program
-        if not program.pipelined:
+        if not program.is_pipelined:
             return ()
         stage = device % program.devices_per_replica
         if isinstance(action, Step):
@@ -664,7 +665,11 @@ class StepMessages:
         if action.payload not in HANDED_OUT:
             return ()
         share = replace(action, payload=HANDED_OUT[action.payload])
-        others = (one for one in program.group(device) if one != device and share in self._handed_out[one])
+        others = (
+            one
+            for one in program.same_stage_devices(device)
+            if one != device and share in self._handed_out[one]
+        )
         shares = tuple(StepMessage(one, share) for one in others)
         ends = program.replica(device) > 0 or stage + 1 == program.devices_per_replica
         return shares if ends or action.payload == "kl" else (*shares, StepMessage(device + 1, action))
@@ -678,7 +683,7 @@ class StepMessages:
             waiting = replace(action, payload="kl" if scores else "norm")
         firsts = range(0, len(program.devices), program.devices_per_replica) if device == 0 else ()
         around = (one for one in (device - 1, device + 1) if 0 <= one < len(program.devices))
-        near = sorted({*program.group(device), *firsts, *around} - {device})
+        near = sorted({*program.same_stage_devices(device), *firsts, *around} - {device})
         return tuple(one for one in near if message in self.required_messages(waiting, one))
 
 

@@ -39,7 +39,7 @@ class Unfinished:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Map each job to the step of its last unfinished batch."""
+        """Mapping from each job to the step of its last unfinished batch."""
         return {batch.job: batch.step for batch in sorted(self.batches, key=lambda one: one.step)}
 
     def first_step(self, job: str) -> int | None:

@@ -27,9 +27,10 @@ class StageLayers:
 
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
-"""Rows on the device at the peak if inputs of stages are offloaded, as a number of rounds (one global batch
-of every job) plus a number of microbatches. The peak is in a backward: the device then holds gradients and
-stage inputs, each for a round and one more microbatch, which arrives before another one leaves."""
+"""Number of rounds (one global batch of every job) and of additional microbatches whose rows are on the
+device at the peak, if inputs of stages are offloaded. The peak is in a backward: the device then holds
+gradients and stage inputs, each of a round and of one more microbatch, which arrives before another one
+leaves."""
 BUFFERED = 2
 """Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
@@ -127,9 +128,9 @@ class Layout:
         return WorkerLayout(self, worker)
 
 
-def one_device_layout(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
+def one_device_layout(layers: int = 1, offloads_optimizer: bool = False) -> Layout:
     """Return a layout with the whole base as one resident stage on one device."""
-    return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=optimizer_offloaded)
+    return Layout((StageLayers(0, layers, is_resident=True),), offloads_optimizer=offloads_optimizer)
 
 
 def pipeline_layout(

@@ -20,19 +20,19 @@ class HalfPrice:
     """Seconds in which a device computes the attention of one layer."""
     feed_forward: float
     """Seconds in which a device computes the feed-forward of one layer."""
-    sum: float
+    sum_seconds: float
     """Seconds of the all-reduce over shards after an attention or a feed-forward."""
-    launch: float = 0.0
+    launch_seconds: float = 0.0
     """Seconds that the host takes to launch the kernels of half a layer. Half a layer cannot take less
     time."""
 
     def seconds(self, index: int) -> float:
         """Return the seconds of the half layer with this index, without its all-reduce over shards."""
-        return max(self.launch, self.feed_forward if index % 2 else self.attention)
+        return max(self.launch_seconds, self.feed_forward if index % 2 else self.attention)
 
-    def computed_seconds(self, half_layers: int) -> float:
+    def computed_seconds(self, half_layer_count: int) -> float:
         """Return the seconds in which a device computes this number of half layers."""
-        return half_layers / 2 * (self.attention + self.feed_forward)
+        return half_layer_count / 2 * (self.attention + self.feed_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class PassPrice:
     """Bytes kept on the device from the Forward to the Backward."""
     working_bytes: int = 0
     """Additional device bytes during the Backward, for recomputed activations."""
-    forward_sums: float = 0.0
+    forward_sum_seconds: float = 0.0
     """Part of the forward's seconds in which the device waits for all-reduces over shards."""
-    backward_sums: float = 0.0
+    backward_sum_seconds: float = 0.0
     """Part of the backward's seconds in which the device waits for all-reduces over shards."""
     forward_half: HalfPrice | None = None
     """Cost of the half layers of the forward, if they alternate with those of another microbatch. If it is
@@ -75,7 +75,7 @@ class Prices:
     """Weight bytes of each stage. If it is empty, the simulated memory contains no weights."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
-    gradient_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    gradient_sum_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Maps each job to the seconds, for each stage, of the all-reduce over shards of its gradient before an
     optimizer step."""
 

@@ -286,9 +286,10 @@ SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Reduction of gradients or scores over several devices that train a job together.
+    """Reduction of gradients or scores over several devices that train a job together. Its payload says what
+    is reduced.
 
-    The first two are for the Step after the last Backward of a batch.
+    The payloads `gradient` and `norm` are for the Step after the last Backward of a batch.
 
     `gradient`, only with replicas: the batch's local sums (gradient, losses, correct predictions) are sent to
     the devices that hold the same stage in other replicas, without waiting. A replica without samples of a
@@ -298,8 +299,8 @@ class Reduce:
     losses, correct predictions and the squared norm of this stage's gradient are then added to those of the
     next stage and sent to the previous one. The first device decides for every Step.
 
-    The other two are for the KL term of the losses that follow, only with replicas, on the devices of the
-    last stage. `step` is the optimizer step that precedes them.
+    The payloads `scores` and `kl` are for the KL term of the losses that follow, only with replicas, on the
+    devices of the last stage. `step` is the optimizer step that precedes them.
 
     `scores`: the sums of the mismatched samples that this replica has scored are sent to the other replicas,
     without waiting, even if it has scored none.
@@ -425,7 +426,7 @@ class Program:
     hands_over: bool = False
     """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
     at its end."""
-    half_layers: int = 0
+    half_layer_count: int = 0
     """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
     does."""
 
@@ -436,7 +437,7 @@ class Program:
         return self.devices[0]
 
     @property
-    def pipelined(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether the program runs on several devices that each hold a part of every adapter, so that
         optimizer steps need a Reduce."""
         return len(self.devices) > 1
@@ -462,7 +463,7 @@ class Program:
         homes = enumerate(self.stage_devices(self.replica(device)))
         return {stage for stage, home in homes if home == device and not loads_first.get(stage, False)}
 
-    def group(self, device: int) -> range:
+    def same_stage_devices(self, device: int) -> range:
         """Return the devices that hold the same stages as `device`, one per replica, in the order of
         replicas."""
         return range(device % self.devices_per_replica, len(self.devices), self.devices_per_replica)
@@ -476,7 +477,7 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """Maps (job, step) to the batch, for quick lookup with thousands of jobs."""
+        """Mapping from (job, step) to the batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def whole_sample(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
@@ -487,16 +488,17 @@ class Program:
         (sample,) = (placed for placed in batch.samples if placed.offset == chunk.sample_offset)
         return sample
 
-    def supervised(self, segment: JobStepKey) -> int:
-        """Return the supervised tokens of a segment's whole global batch, by which its loss is divided."""
+    def supervised_token_count(self, segment: JobStepKey) -> int:
+        """Return the number of supervised tokens of a segment's whole global batch, by which its loss is
+        divided."""
         return self.batch(segment.job, segment.step).supervised_tokens
 
-    def sample_counts(self, segment: JobStepKey) -> tuple[int, ...]:
-        """Return the supervised tokens of each sample of a segment's whole global batch."""
+    def supervised_tokens_by_sample(self, segment: JobStepKey) -> tuple[int, ...]:
+        """Return the number of supervised tokens of each sample of a segment's whole global batch."""
         return tuple(placed.supervised_tokens for placed in self.batch(segment.job, segment.step).samples)
 
     @cached_property
-    def overlapped(self) -> frozenset[int]:
+    def overlapped_microbatches(self) -> frozenset[int]:
         """Indices of the microbatches whose passes overlap with those of another microbatch."""
         actions = (action for actions in self.devices for action in actions)
         return frozenset(action.microbatch for action in actions if isinstance(action, HalfPass))
@@ -580,7 +582,7 @@ class Program:
                 for own, following in zip(self.devices, next_program.devices, strict=True)
             ),
             hands_over=next_program.hands_over,
-            half_layers=max(self.half_layers, next_program.half_layers),
+            half_layer_count=max(self.half_layer_count, next_program.half_layer_count),
         )
 
     def without_saves(self, jobs: frozenset[str]) -> Program:

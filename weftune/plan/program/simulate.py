@@ -76,7 +76,11 @@ class Span:
         inside = min(event.stop, self.stop) - max(event.start, self.start)
         if inside <= 0:
             return 0.0
-        return inside * (1.0 - event.waited / (event.stop - event.start)) if event.waited else inside
+        return (
+            inside * (1.0 - event.waiting_seconds / (event.stop - event.start))
+            if event.waiting_seconds
+            else inside
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Event:
     action: Action
     start: float
     stop: float
-    waited: float = 0.0
+    waiting_seconds: float = 0.0
     """Seconds of the action in which its device waits for all-reduces over shards."""
 
 
@@ -122,16 +126,16 @@ class Timeline:
     def events_of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
         return (event for event in self.events if event.device == device and event.lane is lane)
 
-    def busy_shares(self, span: Span | None = None) -> tuple[float, ...]:
+    def busy_fractions(self, span: Span | None = None) -> tuple[float, ...]:
         """Return, for each device, the fraction of `span` in which it computes. The default is the whole
         timeline."""
         span = span or Span(0.0, self.makespan)
-        return tuple(self.busy_share(device, span) for device in range(self.devices))
+        return tuple(self.busy_fraction(device, span) for device in range(self.devices))
 
     def bubbles(self, span: Span | None = None) -> tuple[float, ...]:
-        return tuple(1.0 - share for share in self.busy_shares(span))
+        return tuple(1.0 - share for share in self.busy_fractions(span))
 
-    def busy_share(self, device: int, span: Span) -> float:
+    def busy_fraction(self, device: int, span: Span) -> float:
         if span.seconds <= 0:
             return 1.0
         return sum(map(span.computing_seconds, self.events_of(device))) / span.seconds
@@ -140,7 +144,7 @@ class Timeline:
     def sum_seconds(self) -> float:
         """Seconds in which devices wait for all-reduces over shards, summed over all devices of the
         Program."""
-        return sum(event.waited for event in self.events)
+        return sum(event.waiting_seconds for event in self.events)
 
     def steady_span(self) -> Span:
         """Return the span of the steady state, from the time when every device has begun its first forward to
@@ -202,12 +206,12 @@ class _Lanes:
     """Number of compute actions that have begun."""
     loaded_count: int = 0
     """Number of Loads that have ended."""
-    computing: bool = False
-    sending: bool = False
-    receiving: bool = False
-    loading: bool = False
-    arrived: set[Arrival] = field(default_factory=set)
-    results: set[Arrival] = field(default_factory=set)
+    is_computing: bool = False
+    is_sending: bool = False
+    is_receiving: bool = False
+    is_loading: bool = False
+    arrived_inputs: set[Arrival] = field(default_factory=set)
+    unsent_results: set[Arrival] = field(default_factory=set)
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages that this device has received about Reduces and Steps of other devices."""
@@ -254,7 +258,7 @@ class _Simulation:
                 home = program.stage_devices(one.replica)[arrival[0]]
                 self.inherited_arrivals[home].add((number, *arrival))
         for lanes, arrivals in zip(self.lanes, self.inherited_arrivals, strict=True):
-            lanes.arrived |= arrivals
+            lanes.arrived_inputs |= arrivals
 
     def run(self) -> None:
         for device in range(len(self.lanes)):
@@ -297,10 +301,10 @@ class _Simulation:
 
     def _start_compute(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
+        if lanes.is_computing or not lanes.compute or not self._is_ready(lanes, *lanes.compute[0], device):
             return
         action, _ = lanes.compute.popleft()
-        lanes.computing = True
+        lanes.is_computing = True
         lanes.begun_count += 1
         start = self.now
         self._begin_action(device, action)
@@ -318,7 +322,7 @@ class _Simulation:
         if not isinstance(action, Compute):
             return True
         arrival = self._awaited_input(action, device)
-        return arrival is None or arrival in lanes.arrived
+        return arrival is None or arrival in lanes.arrived_inputs
 
     def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
         """Return the key of the input that a pass needs from another device, or None."""
@@ -360,9 +364,9 @@ class _Simulation:
         """Return the seconds of an action in which its device waits for all-reduces over shards."""
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                return self.prices.passes[number][stage].forward_sums - self._sums_of_halves(action)
+                return self.prices.passes[number][stage].forward_sum_seconds - self._sums_of_halves(action)
             case Backward(number, stage):
-                return self.prices.passes[number][stage].backward_sums - self._sums_of_halves(action)
+                return self.prices.passes[number][stage].backward_sum_seconds - self._sums_of_halves(action)
             case Reduce(job):
                 is_first = action.payload == "gradient" or self.program.replicas == 1
                 return self._gradient_seconds(job, device) if is_first else 0.0
@@ -373,7 +377,7 @@ class _Simulation:
     def _half_price(self, action: Compute | HalfPass) -> HalfPrice | None:
         """Return the cost of the half layers of an action's forward or backward, or None if the pass does not
         run in half layers."""
-        if action.microbatch not in self.program.overlapped:
+        if action.microbatch not in self.program.overlapped_microbatches:
             return None
         price = self.prices.passes[action.microbatch][action.stage]
         return price.backward_half if isinstance(action, Backward | BackwardHalf) else price.forward_half
@@ -381,17 +385,17 @@ class _Simulation:
     def _sums_of_halves(self, action: Compute) -> float:
         """Return the seconds of all all-reduces over shards that follow the half layers of a pass."""
         half = self._half_price(action)
-        return half.sum * self.program.half_layers if half else 0.0
+        return half.sum_seconds * self.program.half_layer_count if half else 0.0
 
     def _seconds_of_halves(self, action: Compute) -> float:
         """Return the seconds of a pass's half layers and their all-reduces, which end before the rest of the
         pass begins."""
-        half, count = self._half_price(action), self.program.half_layers
+        half, count = self._half_price(action), self.program.half_layer_count
         return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
     def _gradient_seconds(self, job: str, device: int) -> float:
         """Return the seconds of the all-reduce over shards of a job's gradient on the stage of a device."""
-        by_stage = self.prices.gradient_sums.get(job, ())
+        by_stage = self.prices.gradient_sum_seconds.get(job, ())
         return by_stage[device % self.program.devices_per_replica] if by_stage else 0.0
 
     def _begin_action(self, device: int, action: Action) -> None:
@@ -400,7 +404,7 @@ class _Simulation:
         match action:
             case ForwardHalf(number, stage, 0):
                 self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
-            case Forward(number) if number in self.program.overlapped:
+            case Forward(number) if number in self.program.overlapped_microbatches:
                 pass  # counted at the first half layer
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 self._change_memory(device, self.prices.passes[number][stage].kept_bytes)
@@ -416,7 +420,7 @@ class _Simulation:
                 self._send_messages(action, device)  # the decision is sent before the step is executed
 
     def _end_compute(self, device: int, action: Action, start: float) -> None:
-        self.lanes[device].computing = False
+        self.lanes[device].is_computing = False
         self._record_event(device, Lane.compute, action, start)
         if isinstance(action, HalfPass):
             self._begin_sum(device, action)
@@ -429,7 +433,7 @@ class _Simulation:
         if isinstance(action, Backward) and (wanted := self._awaited_input(action, device)) is not None:
             self._change_memory(device, -self._message_bytes(wanted))
         if isinstance(action, Compute) and (result := self._sent_result(action, device)):
-            self.lanes[device].results.add(result)
+            self.lanes[device].unsent_results.add(result)
         self._start_lanes(device)
 
     def _begin_sum(self, device: int, action: HalfPass) -> None:
@@ -438,7 +442,7 @@ class _Simulation:
         if half is None:
             return
         start = max(self.now, lanes.sums_end)
-        lanes.sums_end = start + half.sum
+        lanes.sums_end = start + half.sum_seconds
         lanes.summed_microbatches.add(action.microbatch)
         self._schedule_end(lanes.sums_end, lambda: self._end_sum(device, action, start))
 
@@ -459,19 +463,19 @@ class _Simulation:
 
     def _start_send(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.sending or not lanes.sends:
+        if lanes.is_sending or not lanes.sends:
             return
         action = lanes.sends[0]
         sent: Arrival = (action.microbatch, action.stage, action.payload)
-        if sent not in lanes.results:
+        if sent not in lanes.unsent_results:
             return
         taker = self.lanes[action.peer]
-        if taker.receiving:
+        if taker.is_receiving:
             if device not in taker.waiting_senders:
                 taker.waiting_senders.append(device)
             return
         lanes.sends.popleft()
-        lanes.sending = taker.receiving = True
+        lanes.is_sending = taker.is_receiving = True
         start = self.now
         self._change_memory(action.peer, self._message_bytes(sent))
         seconds = self.cluster.link.seconds(self._message_bytes(sent))
@@ -479,10 +483,10 @@ class _Simulation:
 
     def _end_send(self, device: int, action: Send, start: float) -> None:
         lanes, taker = self.lanes[device], self.lanes[action.peer]
-        lanes.sending = taker.receiving = False
+        lanes.is_sending = taker.is_receiving = False
         sent: Arrival = (action.microbatch, action.stage, action.payload)
-        lanes.results.remove(sent)
-        taker.arrived.add(sent)
+        lanes.unsent_results.remove(sent)
+        taker.arrived_inputs.add(sent)
         self._change_memory(device, -self._message_bytes(sent))
         self._record_event(device, Lane.send, action, start)
         received = Recv(action.microbatch, action.stage, action.payload, device)
@@ -507,10 +511,10 @@ class _Simulation:
 
     def _start_load(self, device: int) -> None:
         lanes = self.lanes[device]
-        if lanes.loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
+        if lanes.is_loading or not lanes.loads or lanes.begun_count < lanes.loads[0][1]:
             return
         action, _ = lanes.loads.popleft()
-        lanes.loading = True
+        lanes.is_loading = True
         size = self._weight_bytes(action.stage)
         self._change_memory(device, size)
         flow = _Flow(device, action, self.now, size)
@@ -545,7 +549,7 @@ class _Simulation:
         self.flows[root].remove(flow)
         self._divide_bandwidth(root)
         lanes = self.lanes[flow.device]
-        lanes.loading = False
+        lanes.is_loading = False
         lanes.loaded_count += 1
         self._record_event(flow.device, Lane.load, flow.action, flow.start)
         self._start_lanes(flow.device)

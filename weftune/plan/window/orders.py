@@ -77,8 +77,8 @@ def one_forward_one_backward(work: Work, stages: int) -> Program:
     return assemble(work, alternating_passes(work, stages))
 
 
-def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
-    return assemble(work, multi_job_passes(work, stages, prices, spare))
+def multi_job(work: Work, stages: int, prices: Prices, spare_microbatches: int = 0) -> Program:
+    return assemble(work, multi_job_passes(work, stages, prices, spare_microbatches))
 
 
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
@@ -131,29 +131,31 @@ def alternating_passes(work: Work, stages: int) -> Passes:
     alternates between backward and forward.
 
     If a microbatch needs an optimizer step that has not run yet, the backwards before that step go first.
-    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (the
-    bubble lemma in `merge`).
+    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (see
+    `merge.earliest_microbatch`).
     """
     return [_alternating_order(work, stage, stages) for stage in range(stages)]
 
 
-def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
+def multi_job_passes(work: Work, stages: int, prices: Prices, spare_microbatches: int = 0) -> Passes:
     """Return the passes in the multi-job order of mLoRA. The first device prefers forwards and all others
     prefer backwards, with as many microbatches in flight as in 1F1B.
 
     While a job waits for its optimizer step, the next ready microbatch of any other job runs. On all stages
-    but the last, `spare` additional microbatches may be in flight. With `stages` − 1 of them, transfers that
-    take no longer than a pass cause no waits.
+    but the last, `spare_microbatches` additional microbatches may be in flight. With `stages` − 1 of them,
+    transfers that take no longer than a pass cause no waits.
     """
-    rules = multi_job_rules(stages, spare)
+    rules = multi_job_rules(stages, spare_microbatches)
     launches = [work.launches]
     return Dispatch(work.microbatches, launches, prices, rules, work.inherited).run()
 
 
-def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
+def multi_job_rules(stages: int, spare_microbatches: int = 0) -> DispatchRules:
     last = stages - 1
     return DispatchRules(
-        max_in_flight=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
+        max_in_flight=tuple(
+            stages - stage + (spare_microbatches if stage < last else 0) for stage in range(stages)
+        ),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )
 
@@ -341,22 +343,22 @@ def _insert_steps(
 def insert_transfers(
     actions: Iterable[Action],
     stage_devices: Sequence[int],
-    arrived: Collection[Arrival] = (),
+    received_inputs: Collection[Arrival] = (),
 ) -> Iterable[Action]:
     """Yield the actions with a Recv before each pass whose input comes from another device, and a Send after
-    each pass whose output goes to another device. Inputs in `arrived` get no Recv, since they were received
-    in the previous window."""
+    each pass whose output goes to another device. Inputs in `received_inputs` get no Recv, since they were
+    received in the previous window."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
-                is_here = (number, stage, "activation") in arrived
+                is_here = (number, stage, "activation") in received_inputs
                 if stage > 0 and stage_devices[stage - 1] != stage_devices[stage] and not is_here:
                     yield Recv(number, stage, "activation", stage_devices[stage - 1])
                 yield action
                 if stage + 1 < len(stage_devices) and stage_devices[stage + 1] != stage_devices[stage]:
                     yield Send(number, stage + 1, "activation", stage_devices[stage + 1])
             case Backward(number, stage):
-                is_here = (number, stage, "gradient") in arrived
+                is_here = (number, stage, "gradient") in received_inputs
                 if (
                     stage + 1 < len(stage_devices)
                     and stage_devices[stage + 1] != stage_devices[stage]

@@ -26,9 +26,9 @@ from weftune.plan.program.program import (
 class _Pair:
     """Two neighbouring microbatches whose passes are made to overlap in a device's list of actions."""
 
-    first: int
-    second: int
-    between: tuple[Action, ...]
+    first_microbatch: int
+    second_microbatch: int
+    actions_between: tuple[Action, ...]
     """Actions between the passes of the two microbatches. They may also run after both."""
     stop: int
     """Index of the first action after the passes of both microbatches."""
@@ -38,7 +38,7 @@ def overlap_microbatches(program: Program, layers: int) -> Program:
     """Return the program of a single stage of `layers` layers, changed so that pairs of neighbouring
     microbatches overlap. Two neighbours do not overlap if one needs an optimizer step that follows the other,
     or if one is a chunk of a sample."""
-    half_layers = 2 * layers
+    half_layer_count = 2 * layers
     actions, overlapped, index = program.actions, [], 0
     while index < len(actions):
         pair = _find_pair(program, actions, index)
@@ -46,10 +46,10 @@ def overlap_microbatches(program: Program, layers: int) -> Program:
             overlapped.append(actions[index])
             index += 1
         else:
-            overlapped += [*_take_turns(pair, half_layers), *pair.between]
+            overlapped += [*_alternate_halves(pair, half_layer_count), *pair.actions_between]
             index = pair.stop
-    found = replace(program, devices=(tuple(overlapped),), half_layers=half_layers)
-    return found if found.overlapped else program
+    found = replace(program, devices=(tuple(overlapped),), half_layer_count=half_layer_count)
+    return found if found.overlapped_microbatches else program
 
 
 def _find_pair(program: Program, actions: Sequence[Action], index: int) -> _Pair | None:
@@ -77,8 +77,8 @@ def _whole_pass(program: Program, actions: Sequence[Action], index: int) -> int 
     return None
 
 
-def _take_turns(pair: _Pair, half_layers: int) -> list[Action]:
-    both, order = (pair.first, pair.second), range(half_layers)
+def _alternate_halves(pair: _Pair, half_layer_count: int) -> list[Action]:
+    both, order = (pair.first_microbatch, pair.second_microbatch), range(half_layer_count)
     return [
         *(ForwardHalf(number, 0, half) for half in order for number in both),
         *(Forward(number) for number in both),

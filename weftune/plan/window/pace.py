@@ -196,12 +196,12 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
     cut = []
     for window in windows:
         scored = []
-        for placed in window.scored:
+        for placed in window.scored_samples:
             if scored_rows and scored_rows + placed.length > max_rows:
                 break
             scored.append(placed)
             scored_rows += placed.length
-        cut.append(replace(window, batches=window.batches[:rounds], scored=tuple(scored)))
+        cut.append(replace(window, batches=window.batches[:rounds], scored_samples=tuple(scored)))
     return cut
 
 
@@ -227,7 +227,7 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
     """Return the speed of windows that is predicted before the run has measured anything. It comes from a
     profile, for passes of `max_tokens` tokens, or else from the data sheet of the device."""
-    if cost.measured:
+    if cost.is_measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
         )

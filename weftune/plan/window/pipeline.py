@@ -154,7 +154,7 @@ def plan_pipeline(
     hands_over = hands_over and _may_hand_over(parts, windows, rules)
     lists = ((),) * (rules.stages * rules.replicas)
     program = Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
-    scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+    scored = [SegmentPlan(one.job, one.step, one.scored_samples) for one in windows if one.scored_samples]
     if inherited.batches:
         # Where samples are scored first, by the weights after the last Steps, the pipeline drains before.
         joins = len(parts) == 1 and not scored and not mismatched_segments(parts[0])
@@ -356,11 +356,11 @@ class _WindowSearch:
             program = cut_program(program, prices)
         return Timed(program, window_seconds(program, prices))
 
-    def _keep_if_faster(self, found: Timed) -> bool:
+    def _keep_if_faster(self, candidate: Timed) -> bool:
         """Record a program as the best one if it is faster than all others so far. Return whether it is."""
-        is_faster = self._best is None or found.seconds < self._best.seconds
+        is_faster = self._best is None or candidate.seconds < self._best.seconds
         if is_faster:
-            self._best = found
+            self._best = candidate
         return is_faster
 
 
@@ -483,8 +483,9 @@ def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfin
     """Return one or two orders of groups of jobs for the next rounds.
 
     In the first order, groups with unfinished batches come last, in the order of their last microbatches. The
-    second is returned only if batches are inherited. It has the same number of groups, but each of jobs that
-    may begin at about the same time."""
+    second is returned only if batches are inherited. In it, the jobs are divided into equally many new
+    groups, each of jobs that may begin at about the same time.
+    """
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
     if last and len(groups) > 1:
@@ -524,7 +525,7 @@ def divide_into_microbatches(
         tokens[progress.replica] += plan.tokens if progress.backwards < rules.stages else 0
     rounds = distribute_samples(_group_rounds(batches, groups, max_tokens), tokens)
     laid = [
-        merge(own, merging, before, move_samples=shift).microbatches
+        merge(own, merging, before, moves_samples=shift).microbatches
         for own, before in zip(rounds, previous, strict=True)
     ]
     starts = accumulate((len(one) for one in laid), initial=len(inherited.microbatches))
@@ -653,7 +654,7 @@ def _append_mismatched_scores(
         return program
     sent = [Reduce(one.job, one.step, "scores") for one in segments]
     added = [Reduce(one.job, one.step, "kl") for one in segments]
-    last = set(program.group(rules.stages - 1))
+    last = set(program.same_stage_devices(rules.stages - 1))
     devices = (
         (*actions, *sent, *added) if device in last else actions
         for device, actions in enumerate(program.devices)

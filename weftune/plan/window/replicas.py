@@ -32,7 +32,7 @@ def distribute_samples(
     rounds: Sequence[Sequence[BatchSample]], inherited_tokens: Sequence[int]
 ) -> list[Rounds]:
     """Return, for each replica, its samples of each round. Total tokens are kept even between the replicas.
-    `inherited_tokens` contains, for each replica, the tokens that it has still in flight."""
+    `inherited_tokens` contains, for each replica, the number of tokens that are still in flight."""
     tokens = list(inherited_tokens)
     dealt: list[Rounds] = [[] for _ in tokens]
     for samples in rounds:
@@ -64,7 +64,7 @@ def order_replicas(
     work: Work,
     stages: int,
     prices: Prices,
-    spare: int = 0,
+    spare_microbatches: int = 0,
     delays_gradient_sums: bool = False,
 ) -> Program:
     """Return a program in which all replicas use the multi-job schedule of `orders.py`, with the Reduces and
@@ -75,7 +75,7 @@ def order_replicas(
     """
     forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
     lag = sum(forwards) / len(forwards) if delays_gradient_sums else 0.0
-    rules = replace(multi_job_rules(stages, spare), exchange_seconds=lag)
+    rules = replace(multi_job_rules(stages, spare_microbatches), exchange_seconds=lag)
     dispatch = Dispatch(work.microbatches, work.by_replica, prices, rules, work.inherited)
     dispatch.run()
     lists, arrived = _StepInserter(work, stages).insert_steps(dispatch.log), arrived_inputs(work, stages)

@@ -46,7 +46,7 @@ class JobWindow:
     save_steps: frozenset[int]
     begins_run: bool = False
     """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
-    scored: tuple[PlacedSample, ...] = ()
+    scored_samples: tuple[PlacedSample, ...] = ()
     """Samples whose log-probabilities are computed with the job's current weights, before any batch."""
     mismatched: tuple[PlacedSample, ...] = ()
     """Mismatched samples, whose log-probabilities are computed before each evaluation, for the KL term of the
@@ -76,10 +76,10 @@ class Round:
     """A round of a window: one global batch of every job that still has one, with scoring, evaluations and
     saves. The fields contain indices of microbatches and are in the order in which these run."""
 
-    scored: tuple[int, ...]
-    trained: tuple[TrainedMicrobatch, ...]
+    scored_microbatches: tuple[int, ...]
+    trained_microbatches: tuple[TrainedMicrobatch, ...]
     scored_for_evaluation: tuple[int, ...]
-    evaluated: tuple[int, ...]
+    evaluated_microbatches: tuple[int, ...]
     saves: tuple[Save, ...]
 
 
@@ -92,28 +92,28 @@ these passes."""
 class _RoundRuns:
     """The passes of a round that have no backward, before and after its training."""
 
-    before: tuple[ForwardRun, ...]
-    after: tuple[ForwardRun, ...]
+    runs_before_training: tuple[ForwardRun, ...]
+    runs_after_training: tuple[ForwardRun, ...]
 
 
 class _LaidRounds:
     """The rounds of a window, packed into microbatches, before the order on each device is chosen.
 
-    With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
-    several `groups`, only jobs of the same group share microbatches, and the optimizer steps of a group
+    With `pads_to_ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require.
+    With several `groups`, only jobs of the same group share microbatches, and the optimizer steps of a group
     follow its last microbatch, so that transfers for these steps overlap with the passes of another group.
     """
 
     def __init__(
-        self, windows: Sequence[JobWindow], capacity: int, ladder: bool, groups: int, limits: Limits
+        self, windows: Sequence[JobWindow], capacity: int, pads_to_ladder: bool, groups: int, limits: Limits
     ) -> None:
-        self.capacity, self.ladder, self.limits = capacity, ladder, limits
+        self.capacity, self.pads_to_ladder, self.limits = capacity, pads_to_ladder, limits
         tokens = {window.job: sum(batch.tokens for batch in window.batches) for window in windows}
         self.groups = even_groups(tokens, groups) if groups > 1 else []
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
         step = {window.job: window.step for window in windows}
-        scored = [SegmentPlan(one.job, one.step, one.scored) for one in windows if one.scored]
+        scored = [SegmentPlan(one.job, one.step, one.scored_samples) for one in windows if one.scored_samples]
         self._add_round([], [window for window in windows if window.begins_run], step, scored)
         for turn in range(max((len(window.batches) for window in windows), default=0)):
             moving = [window for window in windows if turn < len(window.batches)]
@@ -157,7 +157,7 @@ class _LaidRounds:
 
     def _add_group_training(self, batches: Sequence[GlobalBatch]) -> tuple[TrainedMicrobatch, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
-        packed = pack_segments(segments, self.capacity, self.ladder, self.limits)
+        packed = pack_segments(segments, self.capacity, self.pads_to_ladder, self.limits)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
         steps: list[list[Step]] = [[] for _ in packed]
         for batch in batches:
@@ -195,7 +195,7 @@ def plan_rounds(
     windows: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
-    ladder: bool = False,
+    pads_to_ladder: bool = False,
     recompute: Recompute = NOTHING,
     packing_limits: Limits = LIMITS,
 ) -> Program:
@@ -209,7 +209,7 @@ def plan_rounds(
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
-    laid = _LaidRounds(windows, capacity, ladder, layout.job_group_count, packing_limits)
+    laid = _LaidRounds(windows, capacity, pads_to_ladder, layout.job_group_count, packing_limits)
     room = _evaluation_rows(laid, layout, capacity)
     runs = [_list_forward_runs(one, laid, room) for one in laid.rounds]
     program = Program(
@@ -235,7 +235,7 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
         return [
             replace(window, batches=())
             for window in windows
-            if window.starts_with_evaluation or window.scored
+            if window.starts_with_evaluation or window.scored_samples
         ]
     rounds = [
         turn
@@ -252,7 +252,7 @@ def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) ->
     """Return the maximum number of rows that are evaluated or scored together, stage by stage. It is chosen
     so that inputs of stages need no more memory than in training."""
     rounds = (
-        sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained)
+        sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained_microbatches)
         for each in laid_rounds.rounds
     )
     largest = max(rounds, default=0)
@@ -265,7 +265,7 @@ def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) ->
 def _list_forward_runs(one: Round, laid_rounds: _LaidRounds, max_rows: int) -> _RoundRuns:
     before, scored, evaluated = (
         _split_runs(numbers, laid_rounds, max_rows)
-        for numbers in (one.scored, one.scored_for_evaluation, one.evaluated)
+        for numbers in (one.scored_microbatches, one.scored_for_evaluation, one.evaluated_microbatches)
     )
     first: list[ForwardRun] = [(Score, run) for run in before]
     after: list[ForwardRun] = [(Score, run) for run in scored]
@@ -305,19 +305,20 @@ def _list_actions(
 
 
 def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
-    """Yield (stage, actions) for each visit of a stage in a round.
+    """Yield (stage, actions) for each time that a worker runs a stage in a round.
 
     Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
     stages in reverse order, and finally the other passes without backward. The last stage of the base runs
-    each backward right after its forward."""
-    yield from _forward_visits(runs.before, part)
-    last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained]
+    each backward right after its forward.
+    """
+    yield from _forward_visits(runs.runs_before_training, part)
+    last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained_microbatches]
     if numbers:
         for stage in (stage for stage in part.own_stages if stage < last):
             yield stage, [Forward(number, stage) for number in numbers]
         for stage in reversed(part.own_stages):
             actions: list[Action] = []
-            for trained in round_plan.trained:
+            for trained in round_plan.trained_microbatches:
                 actions += [Forward(trained.microbatch, stage)] if stage == last else []
                 actions += [Backward(trained.microbatch, stage)]
                 if stage == part.own_stages[0]:
@@ -325,7 +326,7 @@ def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator
                     agreed = trained.steps if part.layout.workers > 1 else ()
                     actions += [*(Reduce(step.job, step.step) for step in agreed), *trained.steps]
             yield stage, actions
-    yield from _forward_visits(runs.after, part)
+    yield from _forward_visits(runs.runs_after_training, part)
 
 
 def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
@@ -335,7 +336,7 @@ def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[
 
 
 def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
-    """Yield, for each visit of a stage, the Evict and Load actions that follow it. A stage is evicted if its
+    """Yield the Evict and Load actions that follow each run of a stage in `stages`. A stage is evicted if its
     slot is needed for another stage, which is then loaded immediately."""
     streamed = set(part.streamed_stages)
     needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}

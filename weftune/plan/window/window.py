@@ -68,7 +68,7 @@ def plan_window(
     windows: Sequence[JobWindow],
     layout: Layout,
     capacity: int,
-    ladder: bool = False,
+    pads_to_ladder: bool = False,
     recompute: Recompute = NOTHING,
     pacing: Pacing | None = None,
     inherited: Unfinished = FINISHED,
@@ -76,14 +76,15 @@ def plan_window(
 ) -> Program:
     """Return a checked program that trains the jobs' batches, with at most `capacity` tokens per microbatch.
 
-    With `ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require. With
-    `pacing`, resident stages run as a pipeline with several microbatches in flight; without it, all
+    With `pads_to_ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require.
+    With `pacing`, resident stages run as a pipeline with several microbatches in flight; without it, all
     microbatches of a round (one global batch of every job) pass one stage before the next stage begins. A
     pipeline begins with the batches that are `inherited` from the previous window. `packing_limits` bound the
-    effort of packing training samples."""
+    effort of packing training samples.
+    """
     if pacing is None:
         assert not inherited.batches, "only a pipeline has unfinished batches between two windows"
-        return plan_rounds(windows, layout, capacity, ladder, recompute, packing_limits)
+        return plan_rounds(windows, layout, capacity, pads_to_ladder, recompute, packing_limits)
     assert layout.is_pipeline, "only the stages of a pipeline have paces of their own"
     assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
@@ -101,7 +102,7 @@ def plan_window(
         packing_limits=packing_limits,
     )
     program = plan_pipeline(windows, rules, inherited, pacing.hands_over)
-    return _pad_to_ladder(program, capacity) if ladder else program
+    return _pad_to_ladder(program, capacity) if pads_to_ladder else program
 
 
 def _pad_to_ladder(program: Program, capacity: int) -> Program:

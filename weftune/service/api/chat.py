@@ -308,8 +308,8 @@ def api_error(error: ChatError) -> ApiError:
 
 
 Chunk = Callable[[str, str | None, bool], dict[str, Any]]
-"""Function that returns a chunk without its id, given its text, the finish reason, and whether it is the
-first chunk."""
+"""Function that returns one piece of a streamed answer without its id, given the generated string, the finish
+reason, and whether it is the first piece."""
 
 
 def _chat_chunk(text: str, finish_reason: str | None, is_first_chunk: bool) -> dict[str, Any]:

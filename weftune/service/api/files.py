@@ -220,7 +220,7 @@ def open_jobs(service: Service, tenant: str) -> list[Submission]:
     unread = service.requests.prepared_after(service.training.cursors().get("prepared", 0))
     submitted += [one.submission for one in unread if one.refusal is None]
     found = {one.id: one for one in submitted if one.tenant == tenant}
-    ended = [id for id, row in service.training.jobs_by_id(found).items() if row.state.ended]
+    ended = [id for id, row in service.training.jobs_by_id(found).items() if row.state.has_ended]
     for id in ended:
         del found[id]
     for row in service.training.jobs(tenant, states=UNFINISHED, limit=None):
@@ -236,7 +236,7 @@ def _file_user(service: Service, tenant: str, file: str) -> str | None:
     return next(users, None)
 
 
-UNFINISHED = tuple(state for state in State if not state.ended)
+UNFINISHED = tuple(state for state in State if not state.has_ended)
 
 
 # -- receiving ------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def remove_unfinished(settings: ServiceSettings) -> None:
 def _result_content(service: Service, tenant: str, file_id: str, job: str) -> tuple[str, float]:
     """Return the metrics of an ended job as CSV, and the time when the job ended."""
     row = service.training.job(job, tenant)
-    if row is None or not row.state.ended:
+    if row is None or not row.state.has_ended:
         raise not_found("file", file_id)
     return metrics_csv(service.training.metrics(job)), row.finished_at or row.created_at
 

@@ -273,7 +273,7 @@ def _request_change(service: Service, tenant: str, id: str, verb: Verb) -> Job:
             code="invalid_state",
         )
     row = job_row(service, submission)
-    if row is None or not row.state.ended:
+    if row is None or not row.state.has_ended:
         service.requests.add_command(tenant, id, verb)
         log.info("%s: %s is requested", id, verb)
     elif not (verb == "cancel" and row.state is State.CANCELLED):
@@ -294,7 +294,7 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
     state = VALIDATING if row is None else str(status.state)
     body = JobRequest.model_validate(submission.request)
     used = used_hyperparameters(body, submission.job)
-    has_ended = row is not None and row.state.ended
+    has_ended = row is not None and row.state.has_ended
     measured = submission.id
     if submission.is_sweep:
         best = None if row is None or row.model is None else parse_adapter_name(row.model)
@@ -328,7 +328,7 @@ def job_view(base: str, submission: Submission, row: JobRow | None) -> Job:
             warning=status.warning,
             sweep=submission.sweep,
             trial=None if submission.trial is None else dict(submission.trial),
-            job=without_paths(submission.job),
+            job=hide_paths(submission.job),
         ),
     )
 
@@ -346,15 +346,15 @@ def used_hyperparameters(body: JobRequest, job: Mapping[str, Any]) -> UsedHyperp
     )
 
 
-def used_method(job: Mapping[str, Any], used: UsedHyperparameters) -> UsedMethod:
+def used_method(job: Mapping[str, Any], used_hyperparameters: UsedHyperparameters) -> UsedMethod:
     """Return the method in the form of OpenAI's API. Every preference objective is shown as dpo."""
     if job["objective"].get("kind", "sft") == "sft":
-        return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used))
-    return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used))
+        return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used_hyperparameters))
+    return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used_hyperparameters))
 
 
-def without_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's keys without the paths of this machine."""
+def hide_paths(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of a job without values that are paths on this machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

@@ -34,9 +34,9 @@ from weftune.service.api.job_request import trials_of
 from weftune.service.api.jobs import (
     After,
     find_job,
+    hide_paths,
     new_submission,
     refuse_large_sweep,
-    without_paths,
 )
 from weftune.service.api.schemas import Body, Count, JobError, JobRequest, JobState, Page
 from weftune.service.api.sweeps import job_row, job_rows, sweep_record
@@ -314,7 +314,7 @@ def show_job(job_id: str, tenant: Tenant, service: ServiceHere) -> JobDetail:
     return JobDetail(
         job=_job_changes(service, [submission], names).jobs[0],
         training_file=submission.training_file if file is None else file.filename,
-        settings=without_paths(submission.job),
+        settings=hide_paths(submission.job),
         events=[
             LogLine(id=one.id, at=one.at, level=one.level, message=names.replace_ids(one.message))
             for one in reversed(events)
@@ -339,7 +339,7 @@ def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: Se
     The response shows the job before the change."""
     submission = find_job(service, tenant, job_id)
     row = job_row(service, submission)
-    if row is not None and row.state.ended:
+    if row is not None and row.state.has_ended:
         raise invalid_request(
             f"{job_id} is {row.state}, so it cannot be changed any more.", code="invalid_state"
         )
@@ -465,7 +465,7 @@ def _allowed_actions(submission: Submission, row: JobRow | None) -> list[Action]
     found: list[Action] = ["pause"] if State.PAUSED in legal and not is_trial else []
     found += ["resume"] if row.state is State.PAUSED and not is_trial else []
     found += ["cancel"] if State.CANCELLED in legal else []
-    found += [] if row.state.ended else ["priority"]
+    found += [] if row.state.has_ended else ["priority"]
     return [*found, "download"] if row.state is State.SUCCEEDED and row.model is not None else found
 
 

@@ -160,12 +160,12 @@ def _sweep_row(
     if state is State.SUCCEEDED and record is not None and record.best:
         best = rows.get(record.best[0])
     failed = next((row for row in known if row.state is State.FAILED), None)
-    first = next((row for row in known if not row.state.ended), known[0])
+    first = next((row for row in known if not row.state.has_ended), known[0])
     status = JobStatus(
         state=state,
         reason=_count_text(known, len(ids)),
         step=sum(row.status.step for row in known),
-        steps=sum(row.status.step if row.state.ended else row.status.steps for row in known),
+        steps=sum(row.status.step if row.state.has_ended else row.status.steps for row in known),
         trained_tokens=sum(row.status.trained_tokens for row in known),
         eval_loss=None if best is None else best.status.eval_loss,
         base_loss=next((row.status.base_loss for row in known if row.status.base_loss is not None), None),
@@ -177,7 +177,7 @@ def _sweep_row(
         priority=first.priority,
         created_at=sweep.created_at,
         started_at=min((row.started_at for row in known if row.started_at is not None), default=None),
-        finished_at=max((row.finished_at or 0.0 for row in known), default=None) if state.ended else None,
+        finished_at=max((row.finished_at or 0.0 for row in known), default=None) if state.has_ended else None,
         model=None if best is None else best.model,
         error=failed.error if failed is not None and state is State.FAILED else None,
         status=status,
@@ -189,7 +189,7 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
     recorded yet. A sweep has succeeded if a trial has succeeded and the best trials are known."""
     known = [row for row in trials if row is not None]
     states = {row.state for row in known}
-    if len(known) == len(trials) and all(state.ended for state in states):
+    if len(known) == len(trials) and all(state.has_ended for state in states):
         if State.SUCCEEDED in states:
             return State.SUCCEEDED if record is None or record.best else State.RUNNING
         is_cancelled = any(
@@ -202,17 +202,17 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
     return State.PAUSED if is_paused else State.QUEUED
 
 
-def _count_text(known: Sequence[JobRow], count: int) -> str:
+def _count_text(known_jobs: Sequence[JobRow], count: int) -> str:
     """Return a sentence that gives the number of trials in each state."""
-    left = sum(row.status.reason.startswith(LEFT) for row in known)
+    left = sum(row.status.reason.startswith(LEFT) for row in known_jobs)
     numbers = {
-        "train": sum(row.state is State.RUNNING for row in known),
-        "wait": count - len(known) + sum(row.state is State.QUEUED for row in known),
-        "are paused": sum(row.state is State.PAUSED for row in known),
-        "have finished": sum(row.state is State.SUCCEEDED for row in known),
+        "train": sum(row.state is State.RUNNING for row in known_jobs),
+        "wait": count - len(known_jobs) + sum(row.state is State.QUEUED for row in known_jobs),
+        "are paused": sum(row.state is State.PAUSED for row in known_jobs),
+        "have finished": sum(row.state is State.SUCCEEDED for row in known_jobs),
         "were dropped": left,
-        "were cancelled": sum(row.state is State.CANCELLED for row in known) - left,
-        "have failed": sum(row.state is State.FAILED for row in known),
+        "were cancelled": sum(row.state is State.CANCELLED for row in known_jobs) - left,
+        "have failed": sum(row.state is State.FAILED for row in known_jobs),
     }
     parts = [f"{number} {verb}" for verb, number in numbers.items() if number]
     return f"of {count} trials, {', '.join(parts)}"

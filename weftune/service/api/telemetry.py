@@ -73,7 +73,7 @@ class _Stores(Collector):
         for row in self._training.unfinished_jobs():
             counts[row.state] += 1
         for state, count in counts.items():
-            if not state.ended:
+            if not state.has_ended:
                 jobs.add_metric([str(state)], count)
         jobs.add_metric(["validating_files"], len(self._requests.unprepared_submissions()))
         yield jobs

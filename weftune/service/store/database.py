@@ -46,7 +46,7 @@ class StoreUnavailable(WeftuneError):
 
 
 class Database:
-    """The connections of one process to one set of tables. Thread-safe."""
+    """Thread-safe connections of one process to one set of tables."""
 
     def __init__(self, readers: Engine, writer: Engine | None, busy_seconds: float) -> None:
         self._readers, self._writer = readers, writer

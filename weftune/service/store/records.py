@@ -381,7 +381,7 @@ class TrainingStore:
 
     def unfinished_jobs(self) -> list[JobRow]:
         """Return every job that has not ended, the oldest first."""
-        unfinished = [str(state) for state in State if not state.ended]
+        unfinished = [str(state) for state in State if not state.has_ended]
         query = select(jobs).where(jobs.c.state.in_(unfinished)).order_by(jobs.c.number)
         with self._database.read() as connection:
             return [_to_job_row(row) for row in connection.execute(query)]
@@ -529,7 +529,7 @@ def _machine_name() -> str:
 
 
 def _start_time(process: int) -> str:
-    """Return the start time of a process in clock ticks since the boot, as text. Empty if the process has
+    """Return the start time of a process in clock ticks since the boot, as a string. Empty if the process has
     ended."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()

@@ -106,9 +106,9 @@ class Command:
 class RequestStore:
     """A thread-safe store of requests. Methods that write return after the row is durable.
 
-    Every method raises StoreUnavailable if the database is locked for too long or unreachable. Texts must be
-    valid Unicode without NUL characters. Rows of other tenants are never returned, and a cursor `after` that
-    is not the tenant's gives an empty page.
+    Every method raises StoreUnavailable if the database is locked for too long or unreachable. Strings must
+    be valid Unicode without NUL characters. Rows of other tenants are never returned, and a cursor `after`
+    that is not the tenant's gives an empty page.
     """
 
     def __init__(self, database: Database) -> None:
