@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import pickle
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,10 @@ def serve_in_forks(words: list[str], cwd: str, environment: Mapping[str, str] | 
     from weftune.service import preparer, processes
 
     class Fork(multiprocessing.get_context("fork").Process):  # type: ignore[misc]
+        def __init__(self, args: tuple[Any, ...], **keys: Any) -> None:
+            # A new interpreter would be sent them.
+            super().__init__(args=pickle.loads(pickle.dumps(args)), **keys)
+
         def run(self) -> None:
             # The supervisor's own handlers would be inherited.
             for number in (signal.SIGINT, signal.SIGTERM):
