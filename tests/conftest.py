@@ -94,10 +94,19 @@ def forks():
 
 @pytest.fixture(scope="session")
 def trained_deep(tmp_path_factory, forks):
-    """Four jobs on a model of four layers; `undisturbed` is what one process makes of them. To be copied."""
+    """Four jobs on a model of four layers; `undisturbed` is what one process makes of them. To be copied.
+
+    The first process of tests that asks for it trains them for all processes of the run.
+    """
+    from filelock import FileLock
+
     from tests.launches import deep_folder
     from tests.outputs import FOUR_JOBS
 
-    folder = deep_folder(tmp_path_factory.mktemp("deep"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    folder = tmp_path_factory.getbasetemp() / "deep"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            made = deep_folder(tmp_path_factory.mktemp("made"), FOUR_JOBS)
+            assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=made) == 0
+            made.rename(folder)
     return folder

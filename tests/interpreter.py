@@ -62,6 +62,8 @@ def _hasten(monkeypatch, interpreter):
 
     monkeypatch.setattr(interpreter, "_get_np_dtype", known_dtype)
     _share_shapes(monkeypatch)
+    _share_constants(monkeypatch)
+    _unwrap_at_once(monkeypatch, interpreter)
     _round_to_8_bits(monkeypatch, interpreter)
 
 
@@ -102,11 +104,88 @@ def _share_shapes(monkeypatch):
 
     broadcast = TritonSemantic.broadcast_impl_value
 
+    @cache
+    def broadcast_sizes(left, right):
+        """The sizes of both together; None where that takes more than to repeat what is there once."""
+        fits = len(left) == len(right) and all(
+            one == other or 1 in (one, other) for one, other in zip(left, right, strict=True)
+        )
+        return tuple(map(max, left, right)) if fits else None
+
     def broadcast_unless_equal(self, left, right):
-        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+        if not (left.type.is_block() and right.type.is_block()):
+            return broadcast(self, left, right)
+        if left.type.shape is right.type.shape:
             return left, right
-        return broadcast(self, left, right)
+        sizes = broadcast_sizes(tuple(left.type.shape.values), tuple(right.type.shape.values))
+        if sizes is None:
+            return broadcast(self, left, right)
+        return tuple(
+            one
+            if tuple(one.type.shape.values) == sizes
+            else core.tensor(
+                self.builder.create_broadcast(one.handle, sizes), core.block_type(one.type.scalar, sizes)
+            )
+            for one in (left, right)
+        )
 
     monkeypatch.setattr(core.block_type, "__init__", init_block_type)
     monkeypatch.setattr(core.tensor, "__init__", init)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_unless_equal)
+
+
+def _share_constants(monkeypatch):
+    """Operands of one type need no conversion, and a number beside a tensor of some type is always the same
+    tensor; it would find out anew what both are converted to."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    find_operands, converted = TritonSemantic.binary_op_type_checking_impl, {}
+
+    def operands(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        flags = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        left, right = type(lhs) is core.tensor, type(rhs) is core.tensor
+        if left and right:
+            # A division of numbers in 16 bits is one in 32.
+            if not div_or_mod and type(lhs.dtype) is core.dtype and lhs.dtype == rhs.dtype:
+                return self.broadcast_impl_value(lhs, rhs)
+            if allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.is_int():
+                return self.broadcast_impl_value(lhs, rhs)
+        elif left or right:
+            tensor, number = (lhs, rhs) if left else (rhs, lhs)
+            key = (left, tensor.type.name, type(number), number, flags)
+            if key in converted:
+                return (tensor, converted[key]) if left else (converted[key], tensor)
+            found = find_operands(self, lhs, rhs, *flags)
+            if found[1 - left] is tensor:
+                converted[key] = found[left]
+            return found
+        return find_operands(self, lhs, rhs, *flags)
+
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", operands)
+
+
+def _unwrap_at_once(monkeypatch, interpreter):
+    """Most values are tensors or numbers, and most calls have no keyword to leave out."""
+    from triton.language import core
+
+    unwrap, plain = core._unwrap_if_constexpr, {core.tensor, int, float, bool, str, type(None)}
+
+    def unwrap_at_once(value):
+        if type(value) in plain:
+            return value
+        return value.value if type(value) is core.constexpr else unwrap(value)
+
+    def patch_attr(obj, name, member, builder, scope):
+        semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    monkeypatch.setattr(core, "_unwrap_if_constexpr", unwrap_at_once)
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)

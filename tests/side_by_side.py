@@ -137,7 +137,10 @@ def prepare(session: pytest.Session, patch: pytest.MonkeyPatch) -> None:
     compile_pages_once(patch)
     build_commands_once(patch, app)
     with redirect_stderr(StringIO()):
-        folder = jobs_folder(session.config._tmp_path_factory.mktemp("first"), [{"name": "a", "adapter": {}}])
+        folder = jobs_folder(
+            session.config._tmp_path_factory.mktemp("first"),
+            [{"name": "a", "adapter": {}, "eval": {"fraction": 0.2}}],
+        )
     # Nothing that computes: torch's threads would not survive a fork.
     shown = CliRunner().invoke(app, ["preview", str(folder / "jobs.yaml")])
     assert shown.exit_code == 0, shown.output

@@ -1,5 +1,6 @@
 """Forks of one pytest report what one process would, and none of them dies in silence."""
 
+import os
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ import sys, pytest
 sys.path.insert(0, sys.argv[1])
 from tests import side_by_side
 # These tests need nothing of Weftune.
-side_by_side.prepare = side_by_side.start_server = lambda *_: None
+side_by_side.prepare = side_by_side.start_server = side_by_side.start_demo_conversion = lambda *_: None
 sys.exit(pytest.main(sys.argv[2:], [side_by_side]))
 """
 
@@ -32,7 +33,11 @@ def test_a_run_in_forks_fails_where_one_process_would_and_tells_who_died(tmp_pat
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")
     words = ("-p", "no:cacheprovider", "--processes", "2", "-q", "-rA", ".")
     command = [sys.executable, "-c", PROGRAM, str(ROOT), *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    # Nor anything of the plugins of pytest that are installed.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     for line in ("PASSED test_a.py::test_good", "FAILED test_a.py::test_bad - assert 1 == 2", "seen"):
         assert line in ended.stdout

@@ -152,15 +152,21 @@ def test_mistakes_are_told_without_torch_and_before_anything_is_printed(tmp_path
     assert not (tmp_path / "fresh").exists()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Python keeps what it has compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("words", [("preview", "nosuch.yaml"), ("train", "good.yaml", "--output", "used")])
 def test_a_mistake_is_told_within_a_second(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lay_out(tmp_path)
     # Once Python has compiled what it imports, wherever it is allowed to keep that.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "compiled"))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(compiled))
 
     def refuse() -> None:
         done = subprocess.run([sys.executable, "-m", "weftune", *words], capture_output=True, cwd=tmp_path)

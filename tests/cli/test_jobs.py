@@ -52,7 +52,7 @@ class Running:
         while not true():
             assert self.forks.running(), (self.folder / "log").read_text()
             assert time.monotonic() < deadline, "the run does not get there"
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def step(self, job):
         """The job's last step in the metrics, which are written at once; the status takes up to a second."""

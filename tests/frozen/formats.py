@@ -156,22 +156,20 @@ def plan_folder(folder: Path) -> Path:
     return folder
 
 
-def planned(folder: Path) -> dict[str, Any]:
-    """`plan --json` for every way to run, in this process."""
+def planned(folder: Path, way: str) -> Any:
+    """`plan --json` for one way to run, in this process."""
     from weftune.cli.main import app
 
-    found = {}
-    for way, words in PLANS.items():
-        file = folder / f"{way}.json"
-        with suppress(SystemExit):
-            app(["plan", str(folder / "jobs.yaml"), *words, "--json", str(file)], standalone_mode=False)
-        found[way] = kind_of(json.loads(file.read_text()))
-    return found
+    file = folder / f"{way}.json"
+    with suppress(SystemExit):
+        app(["plan", str(folder / "jobs.yaml"), *PLANS[way], "--json", str(file)], standalone_mode=False)
+    return kind_of(json.loads(file.read_text()))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         here = Path(made)
-        recorded = written(here / "out") | {"plan --json": planned(plan_folder(here))}
+        folder = plan_folder(here)
+        recorded = written(here / "out") | {"plan --json": {way: planned(folder, way) for way in PLANS}}
     FILE.write_text(json.dumps(recorded, indent=1) + "\n")
     sys.stdout.write(f"{FILE}\n")

@@ -1,12 +1,14 @@
 """Compile the element-wise kernels for a GPU that need not be there, and print how each reaches its memory.
 
-    python -m tests.ops.compiled
+    python -m tests.ops.compiled [NAME ...]
 
-prints one JSON object: {what was compiled: [the global loads and stores of its PTX]}.
+compiles what has these names and prints one JSON object: {what was compiled: [the global loads and stores of
+its PTX]}.
 """
 
 import json
 import re
+import sys
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -75,7 +77,8 @@ def main():
     }
     found = {
         name: accesses(kernel, warps, pointers.split(), constants)
-        for name, (kernel, warps, pointers, constants) in wanted.items()
+        for name in sys.argv[1:] or wanted
+        for kernel, warps, pointers, constants in [wanted[name]]
     }
     print(json.dumps(found))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import slow_but
 from tests.report.example import Job, write_example
 from tests.report.test_browser import BROWSER, load, with_script, without_policy
 from weftune.core.evaluation import AnsweredRow
@@ -97,7 +98,7 @@ def test_the_metric_of_the_answers_is_a_column_of_the_table(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", slow_but([1280, 500], [500]))
 def test_hostile_answers_are_shown_as_they_are_and_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     output = tmp_path / "run"
     write_example(output, [Job(name="a"), Job(name="b", rank=8)])

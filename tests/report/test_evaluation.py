@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow_but
 from tests.report.test_browser import BROWSER, load, with_script, without_policy
 from weftune.core.evaluation import AdapterScores, AnsweredRow, Evaluation
 from weftune.report.evaluation import MAX_ROWS, evaluation_page
@@ -61,7 +62,7 @@ def test_the_page_shows_the_first_rows_and_says_so() -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", slow_but([1280, 500], [1280]))
 def test_hostile_text_is_shown_as_it_is_and_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     names = [HOSTILE, "w" * 90, "third", "fourth"]
     found = evaluation(*(scored(name, 1.0, 0.5) for name in names), text=f"{HOSTILE} {'long' * 60}")

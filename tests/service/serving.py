@@ -141,7 +141,7 @@ class Serving:
                 assert restart, (self.folder / "log").read_text()[-4000:]
                 self.start()
             assert time.monotonic() < deadline, (self.folder / "log").read_text()[-4000:]
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def until_state(self, job: str, *states: State, restart: bool = False) -> JobRow:
         self.until(lambda: self.state(job) in states, restart)

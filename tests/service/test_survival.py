@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO
 
 import openai
 import pytest
@@ -24,10 +20,9 @@ from safetensors.torch import load_file
 
 from benchmarks.service_load import Service, running_service
 from tests.base.folders import model_folder
-from tests.forks import PipedFork, be_weftune
 from tests.outputs import write_rows
-from tests.run.processes import context
 from tests.service.api.running import openai_client
+from tests.service.forked import ForkedCommand
 from weftune import JobSpec
 from weftune.base.spec import BaseSpec
 from weftune.service.processes import PIDS
@@ -41,45 +36,6 @@ ENDED = {"succeeded", "failed", "cancelled"}
 RETRIES = 20
 """Number of times that a client repeats a request: longer than a process needs to be started again."""
 CLOSE = 1e-8
-
-
-class ForkedCommand:
-    """`weftune serve`, whose processes are all forked, in the place of one in a new interpreter."""
-
-    def __init__(self, words: Sequence[str], log: IO[str]) -> None:
-        self._process = context().Process(target=serve_in_forks, args=([*words], str(Path(log.name).parent)))
-        self._process.start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def wait(self, seconds: float) -> None:
-        self._process.join(seconds)
-        assert self._process.exitcode == 0
-
-
-def serve_in_forks(words: list[str], cwd: str) -> None:
-    from weftune.service import preparer, processes
-
-    class Fork(multiprocessing.get_context("fork").Process):  # type: ignore[misc]
-        def run(self) -> None:
-            # The supervisor's own handlers would be inherited.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            super().run()
-
-    preparer.start_server = PipedFork  # type: ignore[assignment]
-    processes.multiprocessing = SimpleNamespace(  # type: ignore[attr-defined]
-        get_context=lambda _: SimpleNamespace(Process=Fork)
-    )
-    be_weftune(words, cwd)
 
 
 @dataclass

@@ -20,7 +20,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    found = Whole(tmp_path_factory.mktemp("whole"))
+    found = Whole(tmp_path_factory.mktemp("whole"), forked=True)
     yield found
     if found.process.poll() is None:
         assert found.stop() == 0, found.log.read_text()[-5000:]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 import torch
@@ -16,6 +16,7 @@ import torch
 from tests.base.folders import CHATML, word_tokenizer
 from tests.families import tiny
 from tests.service.api.running import free_port, openai_client
+from tests.service.forked import ForkedCommand
 from weftune.service.client import ServiceClient
 from weftune.service.keys import KeyFile
 from weftune.service.settings import KEYS
@@ -30,10 +31,11 @@ def word_count(completion, expected, row):
 
 
 class Whole:
-    """A running service, started by the command line with these options more."""
+    """A running service, started by the command line with these options more; with `forked` all of its
+    processes are forks."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder, self.port, self.options = folder, free_port(), options
+    def __init__(self, folder: Path, *options: str, forked: bool = False) -> None:
+        self.folder, self.port, self.options, self.forked = folder, free_port(), options, forked
         tiny("llama", torch.float32).save_pretrained(folder / "model")
         word_tokenizer(CHATML).save_pretrained(folder / "model")
         self.key = KeyFile(folder / "store" / KEYS).create("acme")
@@ -50,16 +52,20 @@ class Whole:
         words += ["--port", self.port, "--device", "cpu", "--expect", "4xrank8x64"]
         words += ["--metric", f"{self.folder / 'scores.py'}:word_count", *self.options]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WEFTUNE_CACHE": str(self.folder / "cache")}
+        self.log.unlink(missing_ok=True)
+        self.process: Any
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "weftune", *map(str, words)],
-                stdout=output,
-                stderr=output,
-                env=environment,
-            )
-        before = self.log.read_text().count("ready to train")
+            if self.forked:
+                self.process = ForkedCommand([*map(str, words)], output, environment)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "weftune", *map(str, words)],
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                )
         self.until(self.is_ready)
-        assert self.log.read_text().count("ready to train") == before + 1
+        assert self.log.read_text().count("ready to train") == 1
 
     def is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -75,13 +81,13 @@ class Whole:
             time.sleep(0.2)
 
     def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return self.process.wait(60)
 
     def kill(self) -> None:
         """End the service, if it still runs."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.terminate()
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:

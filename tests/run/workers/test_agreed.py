@@ -40,10 +40,17 @@ STEPS = {"a": 5, "b": 3, "c": 4}
 CAPACITY = 40
 
 
+def targets_for(base):
+    """All linears, those of one layer, and some of every layer. An expression would be tried in a process of
+    its own by every worker."""
+    one_layer = [site.name for site in base.shape.sites if ".layers.2." in site.name and not site.experts]
+    return {"a": "all-linear", "b": one_layer, "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+
+
 def make_jobs(base):
     """Of different rank, targets, length and batch size, with dropout; `a` has two learning rates (LoRA+) and
     `b` adapts one layer only. Where there are experts, `a` adapts all of them and `b` those of its layer."""
-    targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    targets = targets_for(base)
     mixes = any(site.experts for site in base.shape.sites)
     experts = {"a": ["gate_up_proj", "down_proj"], "b": ["model.layers.2.mlp.experts.down_proj"]}
     targets |= {"c": ["q_proj", "v_proj"]} if mixes else {}

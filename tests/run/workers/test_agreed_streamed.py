@@ -21,6 +21,7 @@ from tests.run.workers.test_agreed import (
     assert_equal,
     losses_of,
     make_jobs,
+    targets_for,
     views,
     whole_base,
 )
@@ -51,7 +52,7 @@ CUTS = {
 def even_jobs(base):
     """Of different rank, targets and length, with dropout; nothing is clipped, and every slice is a multiple
     of what a CPU steps at a time. `d` evaluates and saves."""
-    targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    targets = targets_for(base)
     jobs = [
         executors.prepare(
             base,

@@ -233,14 +233,21 @@ def events(output):
     return sum(1 for _ in lines(output))
 
 
-@pytest.mark.parametrize("most", [6, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("most", "parts"),
+    [
+        (6, (0.3, 0.7)),
+        pytest.param(6, (0.55,), marks=pytest.mark.slow),
+        pytest.param(2, (0.3, 0.55, 0.7), marks=pytest.mark.slow),
+    ],
+)
 def test_crashed_at_any_event_it_resumes_to_the_same_decisions_and_adapters(
-    base, jobs, undisturbed, tmp_path, monkeypatch, most
+    base, jobs, undisturbed, tmp_path, monkeypatch, most, parts
 ):
     want, _ = undisturbed
     JobLimit(monkeypatch, most)
     output, total = tmp_path / "out", events(want)
-    for part in (0.3, 0.55, 0.7):
+    for part in parts:
         count = 0
 
         def callback(event, at=int(total * part)):
