@@ -70,8 +70,8 @@ def groups_of(size: Size) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Map the name of each group of a layer to its inputs and the outputs of its sites."""
     keys = size.head_width * size.kv_heads
     return {
-        "q, k, v": (size.hidden, (size.wide, keys, keys)),
-        "o": (size.wide, (size.hidden,)),
+        "q, k, v": (size.hidden, (size.query_width, keys, keys)),
+        "o": (size.query_width, (size.hidden,)),
         "gate, up": (size.hidden, (size.intermediate, size.intermediate)),
         "down": (size.intermediate, (size.hidden,)),
     }

@@ -169,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weftune-first-window-") as name:
         folder = Path(name)
         weftune(folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu")
-        threads = cpu_threads(neighbours=WORKERS)
+        threads = cpu_threads(WORKERS)
         if any(mode not in MODES[:2] for mode in asked.modes):
             weftune(
                 folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu", threads=threads

@@ -170,7 +170,7 @@ def unattained() -> list[dict[str, Any]]:
                 "jobs": jobs,
                 "formula": case.mlora,
                 "hops": max(steady(multi_job(work, 4, hops), hops, LONG, links)),
-                "spare": max(steady(multi_job(work, 4, hops, spare=3), hops, LONG, links)),
+                "spare": max(steady(multi_job(work, 4, hops, spare_microbatches=3), hops, LONG, links)),
                 "last": max(steady(multi_job(work, 4, last), last, LONG)),
             }
         )

@@ -78,7 +78,7 @@ def _down_options() -> Iterator[Option]:
 
 def _down_step(launch: KernelLaunch, split: int, case: SiteCase) -> Step:
     call = case.call()
-    call = replace(call, tiling=replace(call.tiling, down=launch, split=split))
+    call = replace(call, tiling=replace(call.tiling, down=launch, down_splits=split))
     return lambda turn: down(case.x[turn], call)
 
 
