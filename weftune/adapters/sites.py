@@ -120,9 +120,9 @@ class SiteGroup:
             low += site.out_features
 
     def _tiled_output(self, x_TK: Tensor, residual_TN: Tensor | None, active_pass: Pass) -> Tensor | None:
-        """Return the outputs of the tiled kernels, with changes by other jobs' adapters applied afterwards.
-        None if one of those adapters changes more than the outputs of its rows, or if the kernels do not run
-        on the device."""
+        """Return the outputs of the tiled kernels, to which adapters that have no kernel have been applied
+        afterwards, each in the rows of its own job. Return None if one of these adapters changes more than
+        the outputs of its rows, or if the kernels do not run on the device."""
         untiled = self.current_pass.untiled_pass
         assert untiled is not None
         banks = [bank for bank in self.banks.values() if bank.segments(untiled)]

@@ -284,7 +284,7 @@ class GgufHeader:
     def __init__(self, file: BinaryIO) -> None:
         """Read the header. Raise ValueError with the reason if it is inconsistent."""
         self.integers: dict[str, int] = {}
-        """Maps each key with a single integer as its value to that integer."""
+        """Maps each metadata key of the file whose value is a single integer to that integer."""
         self.tensors: dict[str, tuple[int, ...]] = {}
         """Maps the name of each tensor to its shape."""
         self._file = file

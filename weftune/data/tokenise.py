@@ -215,8 +215,8 @@ class Tokeniser:
     def _chat_samples(
         self, chat: Chat, row: Sequence[Rendered], plain_tokens: Iterator[Encoded]
     ) -> tuple[Sample, ...]:
-        """Return samples with exactly the tokens of `apply_chat_template`; BOS only if the template prints
-        it. `plain_tokens` yields the tokens of texts without control tokens."""
+        """Return samples whose tokens are exactly those of `apply_chat_template`, with BOS only if the
+        template prints it. `plain_tokens` yields the encoded texts of chats without control tokens."""
         encoder, tally, template = self._encoder, self._tally, self._rules.tool_template
         encoded = [
             encoder.encode_with_placeholders(one.text, chat.placeholders)

@@ -91,8 +91,8 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
-    """Return whether each of two keys determines the other one, and at least two trials have the same
-    value."""
+    """Return whether two hyper-parameters are confounded: the value of each determines the value of the
+    other, and at least two trials have the same value."""
     names = list(values)
     pairs = set(zip(values[first_key], values[second_key], strict=True))
     kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}

@@ -193,7 +193,7 @@ class AnsweringBase:
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Device bytes that are reserved for adapters that answer prompts and are not in use."""
+        """Unused part, in bytes, of the device memory that is reserved for adapters that answer prompts."""
         return self._adapter_bytes - sum(self._attached_bytes.values())
 
     # -- adapters ----------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class ServiceJobStore:
         """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
         window."""
         self._kept_trials: set[str] = set()
-        """Trials whose rows are kept in memory after they have ended."""
+        """Ended trials of sweeps whose rows are still kept in memory."""
         self._unrecorded_trials: set[str] = set()
         """Trials of unfinished sweeps that have no row in the database yet, so that it need not be queried
         for them."""

@@ -59,8 +59,8 @@ LEASE_SECONDS = 15.0
 CHAT_REST_SECONDS = 60.0
 """Seconds after an answer during which passes are kept short, since another prompt of the chat may follow."""
 ANNOUNCED_JOBS = 100
-"""Maximum number of adapters of earlier processes that are announced at the start. The newest are
-announced."""
+"""Maximum number of adapters, trained by earlier processes, that are announced to vLLM at the start. If there
+are more, only the newest are announced."""
 FINAL_SECONDS = 15.0
 """Maximum seconds to wait for a locked database at the start and at the end of the process."""
 LEASE_LOST = 75

@@ -196,7 +196,4 @@ def test_in_a_pipeline_groups_take_turns_where_one_would_have_to_wait():
     chosen = group_jobs(jobs(500, 600, 700, 800), 8192, stages=4)
     assert len(chosen.groups) > 1
     assert chosen.no_ops == 0
-    assert (
-        chosen.explanation(4)
-        == "2 groups take turns on 4 stages: a round of all is 12 microbatches and 0 no-ops"
-    )
+    assert sum(chosen.microbatches) == 12

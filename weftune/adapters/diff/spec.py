@@ -27,7 +27,7 @@ class DiffSpec(TargetSpec):
     sparsity: Annotated[float, Bound(above=0, at_most=1)] = 0.005
     """Fraction of the elements of a target's weight that differ from the base after training."""
     l0_weight: Annotated[float, Bound(at_least=0)] = 1.25e-7
-    """Penalty added to the loss per element that is expected to differ."""
+    """Penalty added to the loss for each weight element that is expected to differ from the base."""
     structured: bool = True
     """Whether each target has a gate for its whole weight in addition to the gates of single elements."""
     relaxed: Annotated[float, RUN_SHARE] = 0.5

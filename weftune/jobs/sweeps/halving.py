@@ -34,7 +34,8 @@ TREND_STEPS = 10
 FIRST_TREND = 20
 """Earliest step at which a trial can leave because of its training loss."""
 TREND_SHARE = 0.1
-"""Initial fraction of a trial's steps in which it cannot leave because of its training loss."""
+"""Fraction of a trial's steps, counted from the first, in which the trial is not stopped because of its
+training loss."""
 
 
 class TrialEnd(StrEnum):

@@ -140,7 +140,8 @@ class Choices:
         self._compile = compile
         self.is_pinned = is_pinned
         self.forced_plan: ProductPlan | None = None
-        """Product plan that every linear uses without a trial, for benchmarks. None runs trials."""
+        """Plan for matrix products that a benchmark forces on every linear. If None, each linear times the
+        possible plans and uses the fastest one."""
         self._compiled_trials: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 

@@ -30,7 +30,7 @@ from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 JOBS = 8
 DROPOUT = 0.1
-"""Dropout probability in a trial. The cost of masks does not depend on its value."""
+"""Dropout probability in timing measurements. The cost of the masks does not depend on its value."""
 BUDGET = 60_000.0
 """Maximum total time of all rounds in microseconds, unless `MIN_ROUNDS` rounds take longer."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 9

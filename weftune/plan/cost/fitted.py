@@ -200,8 +200,8 @@ class FittedModels:
     def misfit_reason(self, jobs: Sequence[JobShape]) -> str | None:
         """Return the reason why the jobs do not fit together, or None if they fit.
 
-        Whether a single job can run alone is decided by the model known before the run, so that measurement
-        noise never ends a job.
+        Whether a single job can run alone is decided by the memory model as it was before the run, without
+        later measurements, so that measurement noise never ends a job.
         """
         alone = replace(self.memory, fit=self.initial_fit)
         return (alone if len(jobs) == 1 else self.memory).misfit_reason(jobs)

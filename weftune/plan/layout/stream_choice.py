@@ -49,7 +49,7 @@ preferred to streaming adapters, since no optimizer step waits for inputs."""
 
 @dataclass(frozen=True, slots=True)
 class StreamChoice:
-    """How a base is streamed, with predictions and the reason."""
+    """How a base is streamed: its layout, the predicted time and memory, and the reason for this choice."""
 
     layout: Layout
     capacity: int

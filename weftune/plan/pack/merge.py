@@ -232,13 +232,6 @@ class Grouping:
     no_ops: int
     """Number of no-ops (empty microbatches) per cycle, in which each group has one round."""
 
-    def explanation(self, stages: int) -> str:
-        """Return a clause for the user that explains the grouping."""
-        return (
-            f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
-            f"{sum(self.microbatches)} microbatches and {self.no_ops} no-ops"
-        )
-
 
 def earliest_microbatch(last: int, stages: int) -> int:
     """Return the number of the first microbatch in which batch j + 1 of a job may begin if its batch j ends

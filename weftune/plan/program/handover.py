@@ -42,10 +42,6 @@ class Unfinished:
         """Mapping from each job to the step of its last unfinished batch."""
         return {batch.job: batch.step for batch in sorted(self.batches, key=lambda one: one.step)}
 
-    def first_step(self, job: str) -> int | None:
-        """Return the step of a job's first unfinished batch, or None if it has none."""
-        return min((batch.step for batch in self.batches if batch.job == job), default=None)
-
 
 FINISHED = Unfinished()
 """The unfinished work of a drained pipeline: none."""

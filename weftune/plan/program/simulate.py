@@ -437,7 +437,8 @@ class _Simulation:
         self._start_lanes(device)
 
     def _begin_sum(self, device: int, action: HalfPass) -> None:
-        """Begin the all-reduce over shards that follows a half layer, once the device's sum lane is free."""
+        """Begin the all-reduce over shards that follows a half layer (attention or feed-forward), as soon as
+        the previous all-reduce of the device has ended."""
         lanes, half = self.lanes[device], self._half_price(action)
         if half is None:
             return

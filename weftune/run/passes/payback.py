@@ -30,8 +30,8 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, always_captures: bool) -> None:
-        """Create the decision without any measured pass. With `always_captures`, every pass is captured, as
-        in measurements and tests."""
+        """Initialise the decision whether passes are captured as CUDA graphs, with no pass measured yet. With
+        `always_captures`, every pass is captured; measurements and tests use this."""
         self._at_once = always_captures
         self._captures = 0
         self._capture_seconds = 0.0

@@ -118,8 +118,8 @@ class OffloadedActivations:
             self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate host memory for rounds of `rows` rows. The old memory is freed first, so that both need
-        not fit at once."""
+        """Allocate host memory for the inputs of rounds (a global batch of every job) of up to `rows` rows.
+        The old memory is freed first, so that both need not fit at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
         shape = (len(self._offloaded), rows, self.width)

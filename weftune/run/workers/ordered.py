@@ -195,8 +195,8 @@ class OrderedWork:
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """A process group of some workers with NCCL's rules. Two of them can send and receive; all of them
-    together can sum."""
+    """A process group over gloo that keeps NCCL's rules of order: point-to-point transfers between two
+    workers, and all-reduces over all of them."""
 
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size

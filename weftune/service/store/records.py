@@ -166,7 +166,7 @@ class Changes:
     transitions: Sequence[Transition] = ()
     """Every change of a job's state since the last flush, in order. The old state of a new job is None."""
     events: Sequence[EventRow] = ()
-    """New events. Metrics of a step that are already stored are ignored."""
+    """Events of jobs to append, such as metrics. Metrics of a step that is already stored are ignored."""
     checkpoints: Sequence[CheckpointRow] = ()
     """New checkpoints. A checkpoint of a step that is already stored is ignored."""
     receipts: Sequence[Receipt] = ()
