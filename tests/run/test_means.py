@@ -137,7 +137,7 @@ def test_a_mean_that_is_shown_is_evaluated_as_its_own_adapter_and_training_goes_
     addresses = executor.attached[looking.name].state.weights.data_ptr()
     mean = executor.attached[looking.name].mean_weights.clone()
     executor.use_mean_weights(looking.name)
-    held = [replace(job, limit=3) if job is looking else job for job in jobs]
+    held = [replace(job, step_limit=3) if job is looking else job for job in jobs]
     events = told(run(executor, plan(executor, held, 1, begins=[looking.name]), held))
     executor.use_latest_weights(looking.name)
     (judged,) = [event for event in events if isinstance(event, Evaluated)]
@@ -165,7 +165,7 @@ def evaluated(job, weights, step=3):
     training.master.copy_(master)
     training.state.weights.copy_(master)
     training.progress.step = step
-    held = replace(job, limit=step)
+    held = replace(job, step_limit=step)
     (event,) = told(run(executor, plan(executor, [held], 1, begins=[job.name]), [held]))
     return event
 

@@ -65,9 +65,9 @@ def train(output: Path, count: int, steps: int = 1) -> None:
 
 def test_a_tokenizer_and_data_that_jobs_share_are_looked_at_once(tmp_path: Path, counted: Counted) -> None:
     counted.watch(Encoder, "__init__")
-    counted.watch(prepare, "build")
+    counted.watch(prepare, "build_store")
     train(tmp_path / "out", MANY)
-    assert counted.calls == {"__init__": 1, "build": 1}
+    assert counted.calls == {"__init__": 1, "build_store": 1}
 
 
 def test_the_status_is_not_written_for_every_job(

@@ -43,7 +43,9 @@ CAPACITY = 40
 def targets_for(base):
     """All linears, those of one layer, and some of every layer. An expression would be tried in a process of
     its own by every worker."""
-    one_layer = [site.name for site in base.shape.sites if ".layers.2." in site.name and not site.experts]
+    layer = (".layers.2.", ".h.2.")
+    sites = (site.name for site in base.shape.sites if not site.experts)
+    one_layer = [name for name in sites if any(part in name for part in layer)]
     return {"a": "all-linear", "b": one_layer, "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
 
 

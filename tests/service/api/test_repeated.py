@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import openai
 import psutil
@@ -99,7 +100,8 @@ def test_a_preparing_process_that_is_killed_three_times_refuses_the_job(tmp_path
         while job.id not in [one.submission.id for one in training.requests.prepared_after(0)]:
             assert time.monotonic() < deadline
             for process in set(preparing_processes(service)) - checking:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.02)
         refusal = training.wait_until_prepared(job.id).refusal
         assert refusal["code"] == "preparation_failed"

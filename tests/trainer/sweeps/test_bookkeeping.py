@@ -126,7 +126,7 @@ def test_a_trial_that_was_saved_at_its_rung_rests_without_being_loaded(store, st
     sweep.rungs.add_trial("s-a", STEPS)
     sweep.record_evaluation("s-a", 4, 1.0, 0.5)
     entered = Sweeps([sweep]).add_trial(ready)
-    assert entered.limit == 4
+    assert entered.step_limit == 4
     assert sweep.resting == ({"s-a"} if rests else set())
 
 

@@ -46,9 +46,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
     partial = s_TPR
     if tiling.down_splits > 1:
         partial = x_TK.new_empty(call.parts * tiling.down_splits, rows, call.ranks, dtype=torch.float32)
-    kernels.site.down[
-        (len(call.rows.tiles_G3), tiling.down_splits, call.parts // tiling.down.parts_per_program)
-    ](
+    programs = call.parts // tiling.down.parts_per_program
+    kernels.site.down[(len(call.rows.tiles_G3), tiling.down_splits, programs)](
         x_TK,
         s_TPR,
         partial,
