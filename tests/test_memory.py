@@ -150,9 +150,10 @@ def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, fo
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["train", "jobs.yaml", "--memory", "100GiB", "--output"]
     assert forks.weftune(*command, "want", cwd=folder) == 0
-    assert status(folder / "want")["notes"] == []
+    # On busy cores a run says that it is slower than planned.
+    assert not any("memory" in note for note in status(folder / "want")["notes"])
     assert forks.weftune(*command, "out", cwd=folder, memory=500 << 20) == 0, (folder / "log").read_text()
-    notes = status(folder / "out")["notes"]
+    notes = [note for note in status(folder / "out")["notes"] if "memory" in note]
     assert notes[0] == "Out of memory with 1024 tokens per microbatch: continuing with 512."
     assert_whole(folder / "out")
     assert_same_results(folder / "out", folder / "want")
