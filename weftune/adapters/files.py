@@ -81,8 +81,8 @@ def target_modules(
         return sorted(adapted_sites)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
-    is_unscaled_lora = spec.layers is None and not any(site.experts for site in sites)
-    if spec.targets.lower() != ALL_LINEAR and is_unscaled_lora:
+    can_be_written_as_is = spec.layers is None and not any(site.experts for site in sites)
+    if spec.targets.lower() != ALL_LINEAR and can_be_written_as_is:
         return spec.targets
     linears = {site.name for site in sites if not site.experts}
     own = sorted(linears.intersection(adapted_sites))

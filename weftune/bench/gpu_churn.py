@@ -86,8 +86,8 @@ class Churn:
         reset_memory(device)
         captures = self.attached_jobs.executor.captures
         if device.type != "cuda":
-            resident_jobs = psutil.Process().memory_info().rss
-            return ChurnState(resident_jobs, resident_jobs, captures)
+            resident_bytes = psutil.Process().memory_info().rss
+            return ChurnState(resident_bytes, resident_bytes, captures)
         return ChurnState(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
 
     def _attach_job(self, rank: int, samples: int, tokens: int) -> None:

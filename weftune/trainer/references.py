@@ -143,12 +143,12 @@ class References:
                 del self._unscored_samples[policy]
         return logprobs
 
-    def _write_files(self, unscored_samples: _Unscored) -> None:
+    def _write_files(self, waiting: _Unscored) -> None:
         """Write reference log-probabilities to their files. Errors are not raised, since training continues
         without the files; only a resumed run must compute the log-probabilities again."""
-        for path in unscored_samples.files():
+        for path in waiting.files():
             try:
-                write_references(path, unscored_samples.key, unscored_samples.logprobs)
+                write_references(path, waiting.key, waiting.logprobs)
             except OutputError as error:
                 self._note(f"warning: {error}; a resumed run scores these samples again.")
 
