@@ -3,7 +3,7 @@
 A random Llama is cut into stages, a process each, by the times of a profile that is measured first; what a
 microbatch then takes on each stage stands beside the bubbles, since of stages that are not alike the faster
 must wait. Every job trains batches of equally long samples, so many microbatches a batch. One job runs in
-plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. A thread plans a window while the one
+plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. A process plans a window while the one
 before it runs, as in `weftune train`. The first two windows of each case teach the planner how fast the
 stages are and how much their passes vary; those after them are foreseen from the windows before them, and
 measured. Beside that stands what would be foreseen if no pass varied. A worker is busy in its passes and its
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from weftune.plan.layout.stages import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.handover import FINISHED, Unfinished, unfinished_work
 from weftune.plan.program.layout import pipeline_layout
 from weftune.plan.program.program import (
+    NOTHING,
     Backward,
     Forward,
     ForwardPass,
@@ -59,8 +60,9 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import Timeline
 from weftune.plan.window.pace import StagePace
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import JobWindow
+from weftune.plan.window.window import Pacing
 from weftune.run.profile import measure_profile
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -71,6 +73,7 @@ from weftune.run.workers.messages import WorkerControl
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.trace import make_timeline
 from weftune.run.workers.worker import serve
+from weftune.trainer.planner import PlannerProcess
 
 CPU = torch.device("cpu")
 RANKS = (8, 16, 4, 32)
@@ -287,11 +290,11 @@ def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
 
     def plan(number: int, unfinished: Unfinished, paces: tuple[StagePace, ...]) -> Program:
         courses = [course(name, number * case.steps, case, setting) for name in names]
-        rules = PipelineRules(setting.rows, paces, case.order, spare_microbatches=setting.spare)
-        return plan_pipeline(courses, rules, unfinished, hands_over and number < last)
+        pacing = Pacing(paces, case.order, setting.spare, hands_over=hands_over and number < last)
+        return process.plan_window(courses, pipeline.layout, setting.rows, False, NOTHING, pacing, unfinished)
 
-    windows, program = [], plan(0, FINISHED, pipeline.paces.stages())
-    with ThreadPoolExecutor(1) as planner:
+    with closing(PlannerProcess()) as process, ThreadPoolExecutor(1) as planner:
+        windows, program = [], plan(0, FINISHED, pipeline.paces.stages())
         for number in range(last + 1):
             known = deepcopy(pipeline.paces)
             following = (number + 1, unfinished_work(program), known.stages()) if number < last else None

@@ -1,7 +1,10 @@
 """Runs of a pipeline whose windows hand over: losses and adapters of one process, whoever leaves or dies."""
 
 import json
+import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +90,29 @@ def test_jobs_that_are_cancelled_and_paused_at_a_seam_reach_no_other(place, fork
     # A job that is cancelled has not succeeded.
     assert forks.weftune("train", "jobs.yaml", "--resume", "--output", output.name, cwd=place) == 1
     assert_same_job(output, place / "undisturbed", "second")
+
+
+def planner_of(pid):
+    """The process that plans this worker's windows, or None if there is none."""
+    children = (
+        word for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()
+    )
+    for child in map(int, children):
+        if b"weftune.trainer.planner" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_planner_that_is_killed_costs_no_window_and_changes_no_result(place):
+    output = place / fresh(place, "planner")
+    run = Launch(place, output.name, 2)
+    killed = []
+    for at in (10, 50):
+        run.wait_for_lines(at)
+        run.wait_until(lambda: planner_of(run.pids()[0]) not in {None, *killed})
+        killed.append(planner_of(run.pids()[0]))
+        os.kill(killed[-1], signal.SIGKILL)
+    assert run.wait() == 0
+    assert len(set(killed)) == 2
+    assert_same_results(output, place / "undisturbed")

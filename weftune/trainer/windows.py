@@ -19,6 +19,7 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import PreparedJob
+from weftune.trainer.planner import PlannerProcess
 
 TURN_SECONDS = 0.1
 """Maximum predicted seconds of a forward or backward pass while a decoder waits to run between passes."""
@@ -74,7 +75,8 @@ class WindowAhead:
 
 
 class Windows:
-    """A planner of windows, which plans the next one in a background thread."""
+    """A planner of windows, which plans the next one in a background thread, and for a pipeline in another
+    process."""
 
     def __init__(self, engine: Engine, fitted_models: FittedModels, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
@@ -88,10 +90,12 @@ class Windows:
         self._fitted_models = fitted_models
         self._jobs = jobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
+        self._process = PlannerProcess()
         self._window_ahead: WindowAhead | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._process.close()
 
     def next_window(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
         """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
@@ -137,7 +141,9 @@ class Windows:
         }
         limits = program.capacity, program.recompute, pace, unfinished
         pacing = self._pacing(remaining, program.capacity, program.recompute)
-        planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing)
+        # Only a pipeline's plans take long: their orders and groups are searched for.
+        plan = plan_window if pacing is None else self._process.plan_window
+        planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing, plan=plan)
         self._window_ahead = WindowAhead(remaining, *limits, planned)
 
     def _job_cursors(self) -> dict[str, int]:
@@ -158,6 +164,7 @@ class Windows:
         unfinished: Unfinished,
         pacing: Pacing | None,
         unscored_samples: Unscored = MappingProxyType({}),
+        plan: Callable[..., Program] = plan_window,
     ) -> PlannedWindow:
         rounds, layout = self._choice.window_rounds, self._choice.layout
         windows = [
@@ -170,7 +177,7 @@ class Windows:
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
         limits = self._choice.mechanisms.packing_limits
-        program = plan_window(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
+        program = plan(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
         return PlannedWindow(program, windows, count_fitting_rounds(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
