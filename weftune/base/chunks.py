@@ -45,6 +45,10 @@ class LayerKeys:
         keys_LGD, values_LGD = (x.data[rows].requires_grad_() for x in (self.keys_LGD, self.values_LGD))
         return keys_LGD, values_LGD
 
+    def read_heads_first(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the rows `rows` of the sample, [1, G, L, D]."""
+        return _heads_first(self.keys_LGD[rows]), _heads_first(self.values_LGD[rows])
+
     def add_gradients(self, rows: slice, gradients: Sequence[Tensor]) -> None:
         if self.gradients is None:
             self.gradients = _zeros_like(self.keys_LGD), _zeros_like(self.values_LGD)
@@ -113,7 +117,9 @@ class ChunkKeys:
         # Autograd does not see the earlier keys: without the anchor, a chunk that depends on parameters
         # through these keys alone, such as virtual tokens, would have no backward.
         anchor = torch.zeros((), device=q_THD.device, requires_grad=memory.requires_gradient)
-        seen_THD: Tensor = _ChunkAttention.apply(memory, first, rule, anchor, q_THD, k_TGD, v_TGD)
+        splits = first > 0 and _sees_all_earlier_keys(q_THD, v_TGD, rule, first + len(k_TGD))
+        function = _SplitAttention if splits else _ChunkAttention
+        seen_THD: Tensor = function.apply(memory, first, rule, anchor, q_THD, k_TGD, v_TGD)
         return seen_THD
 
 
@@ -151,3 +157,77 @@ class _ChunkAttention(torch.autograd.Function):
         memory.add_gradients(ctx.read, gradients)
         ctx.memory = ctx.graph = None
         return None, None, None, None, dq_THD, *memory.read_gradients(ctx.own)
+
+
+def _sees_all_earlier_keys(q_THD: Tensor, v_TGD: Tensor, rule: Rule, length: int) -> bool:
+    """Return whether rows on a CPU attend to all keys before them, of which there are at most `length`, by
+    PyTorch's kernel."""
+    is_limited = rule.softcap is not None or (rule.window is not None and rule.window < length)
+    return q_THD.device.type == "cpu" and q_THD.shape[-1] == v_TGD.shape[-1] and not is_limited
+
+
+class _SplitAttention(torch.autograd.Function):
+    """The attention of a chunk on a CPU, computed as its attention to its own keys and its attention to all
+    earlier keys.
+
+    Neither part needs a mask: the kernel is causal in the first part, and a row attends to every key of the
+    second one. With a mask, PyTorch would also compute the scores that the mask hides. The two results are
+    added with the weights of their softmax sums. Given the result and the sums of both parts together, the
+    backward of a part returns its share of the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        memory: LayerKeys,
+        first_row: int,
+        rule: Rule,
+        anchor: Tensor,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+    ) -> Tensor:
+        memory.write(first_row, k_TGD, v_TGD)
+        ctx.memory, ctx.scale = memory, rule.scale
+        ctx.parts = (slice(first_row, first_row + len(k_TGD)), True), (slice(0, first_row), False)
+        q_1HTD = _heads_first(q_THD)
+        (own_1HTD, own_1HT), (earlier_1HTD, earlier_1HT) = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_1HTD, *memory.read_heads_first(rows), is_causal=is_causal, scale=rule.scale
+            )
+            for rows, is_causal in ctx.parts
+        )
+        sums_1HT = torch.logaddexp(own_1HT, earlier_1HT)
+        seen_1HTD = (
+            own_1HTD * (own_1HT - sums_1HT).exp()[..., None]
+            + earlier_1HTD * (earlier_1HT - sums_1HT).exp()[..., None]
+        ).to(q_THD.dtype)
+        ctx.save_for_backward(q_1HTD, seen_1HTD, sums_1HT)
+        return seen_1HTD[0].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, d_THD: Tensor) -> tuple[Tensor | None, ...]:
+        memory: LayerKeys = ctx.memory
+        q_1HTD, seen_1HTD, sums_1HT = ctx.saved_tensors
+        dq_1HTD = torch.zeros_like(q_1HTD)
+        for rows, is_causal in ctx.parts:
+            part_1HTD, *gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(d_THD),
+                q_1HTD,
+                *memory.read_heads_first(rows),
+                seen_1HTD,
+                sums_1HT,
+                0.0,
+                is_causal,
+                scale=ctx.scale,
+            )
+            dq_1HTD += part_1HTD
+            memory.add_gradients(rows, [x_1GLD[0].transpose(0, 1) for x_1GLD in gradients])
+        ctx.memory = None
+        own, _ = ctx.parts[0]
+        return None, None, None, None, dq_1HTD[0].transpose(0, 1), *memory.read_gradients(own)
+
+
+def _heads_first(x_LGD: Tensor) -> Tensor:
+    """Return the tensor with its heads before its rows, as PyTorch's attention takes it, [1, G, L, D]."""
+    return x_LGD.transpose(0, 1)[None]
