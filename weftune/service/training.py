@@ -52,6 +52,7 @@ from weftune.trainer.loop import Loop
 from weftune.trainer.options import Options
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.trainer import Quiet
+from weftune.trainer.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ LEASE_LOST = 75
 """Exit code of a process whose lease was taken by another one."""
 BATCH_ROWS = 16
 """Rows per global batch of the jobs that a service expects, for which it chooses the layout."""
+WARM_UP_JOBS = 2
+"""Number of expected jobs whose passes are compiled and captured before the service is ready."""
 MAX_CRASHES = 3
 """Number of times that the process may die while a job trains and makes no progress, before the job fails."""
 CRASHED = "the training process ended unexpectedly"
@@ -168,6 +171,7 @@ class TrainingService:
         self.tokenizer = load_tokenizer(settings.base)
         self.encoder = Encoder(self.tokenizer)
         reserved = ANSWER_MEMORY[device.type]
+        expected = expected_jobs(settings.envelope, shape)
         options = Options(
             device=settings.device,
             memory=settings.memory,
@@ -180,7 +184,7 @@ class TrainingService:
                 settings.base,
                 device,
                 shape,
-                expected_jobs(settings.envelope, shape),
+                expected,
                 lambda name: self.store.output / name / CHECKPOINTS,
                 lambda sentence: log.info("%s", sentence),
             )
@@ -195,6 +199,9 @@ class TrainingService:
             self._announce_adapters(stack)
             self._resume_jobs()
             stack.callback(executor.restore_base)
+            if device.type == "cuda" and not engine.choice.is_streamed:
+                log.info("compiling kernels")
+                warm_up(loop, LoraSpec(rank=settings.envelope.rank), expected[:WARM_UP_JOBS], stop)
             # `/readyz` is answered with 200 from here on, since the socket listens.
             chat = ChatServer(
                 executor.adapted,
