@@ -127,6 +127,30 @@ def test_chunks_are_of_about_equal_size_and_cover_the_sample(length, supervised,
     assert sum(one.squares for one in chunks) == length**2, "attention costs what it costs whole"
 
 
+@given(length=st.integers(1, 3000), rows=st.integers(1, 3100), square_cost=st.floats(1e-6, 1.0))
+def test_chunks_cover_the_sample_and_take_equally_long(length, rows, square_cost):
+    chunks = cut_sample(PlacedSample(3, length, 70, length), rows, square_cost)
+    assert sum(one.length for one in chunks) == length
+    assert min(one.length for one in chunks) >= 1
+    assert len(chunks) == -(-length // rows)
+    assert all(one.follows(before) for before, one in zip((None, *chunks), chunks, strict=False))
+    seconds = [one.length + square_cost * one.squares for one in chunks]
+    if min(one.length for one in chunks) > 1:
+        row = 1 + 2 * square_cost * length
+        assert max(seconds) - min(seconds) <= 2 * row, "equal but for a row at each edge"
+
+
+def test_pipelines_wait_less_where_the_time_of_attention_is_known():
+    """At the end of a sample a row attends to as many keys as its other work takes."""
+    known = StagePace(Line(1.0, 0.1), Line(2.0, 0.2), 0.0, (), 0.1 / 800, 0.2 / 800)
+    unknown = replace(known, forward_per_square=0.0, backward_per_square=0.0)
+    aware, unaware = (
+        simulated(plan_pipeline([course("a", LONG)], rules(pace=pace)), rules(pace=known))
+        for pace in (known, unknown)
+    )
+    assert aware.makespan < 0.95 * unaware.makespan
+
+
 def test_a_first_round_of_short_samples_has_room_for_microbatches_as_large_as_a_chunk():
     eager = StagePace(Line(0.0, 0.1), Line(0.0, 0.2))
     batches = [[11, 8, 29, 11], [16, 11, 48, 55, 7, 28], [52, 35, 59, 53]]

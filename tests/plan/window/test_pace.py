@@ -23,6 +23,7 @@ from weftune.plan.window.pace import (
     WindowPace,
     first_pace,
     fit_line,
+    fit_with_attention,
     pace_prices,
     predict_timeline,
     shorten_windows,
@@ -162,6 +163,25 @@ def test_passes_that_vary_leave_bubbles_where_even_ones_leave_none_and_more_in_f
     (even, few), (_, many) = bubbles(1), bubbles(6)
     assert few > even + 0.02
     assert many < 0.7 * few
+
+
+def test_the_time_of_attention_is_found_beside_that_of_rows():
+    def passes(fixed, per_row, per_square, sizes):
+        return [
+            MeasuredPass(rows, fixed + per_row * rows + per_square * squares, squares=squares)
+            for rows, squares in sizes
+        ]
+
+    # A whole sample of 400 rows, and its four chunks.
+    sizes = [(400, 400**2), *((100, 100 * (2 * start + 100)) for start in (0, 100, 200, 300))]
+    line, per_square = fit_with_attention(passes(0.5, 0.01, 2e-5, sizes))
+    assert (line.fixed, line.per_token, per_square) == pytest.approx((0.5, 0.01, 2e-5))
+    line, per_square = fit_with_attention(passes(0.0, 0.01, 0.0, sizes))
+    assert (line.fixed, line.per_token, per_square) == pytest.approx((0.0, 0.01, 0.0))
+    falling = passes(0.5, 0.01, -2e-6, sizes)
+    line, per_square = fit_with_attention(falling)
+    assert min(line.fixed, line.per_token, per_square) == per_square == 0.0
+    assert fit_with_attention(passes(0.0, 0.25, 0.0, [(8, 64)])) == (Line(0.0, 0.25), 0.0)
 
 
 def test_a_line_is_found_and_never_goes_below_zero():

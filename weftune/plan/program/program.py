@@ -6,6 +6,7 @@ the optimizer step that follows it. A segment is the rows of a microbatch that b
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,10 +104,16 @@ def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
     return [tuple(run) for run in runs]
 
 
-def cut_sample(sample: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
-    """Cut a sample into chunks of at most `rows` tokens, which are as equal as possible."""
+def cut_sample(sample: PlacedSample, rows: int, square_cost: float = 0.0) -> tuple[PlacedSample, ...]:
+    """Cut a sample into chunks of `rows` tokens on average, or somewhat fewer, whose passes take as equally
+    long as possible. `square_cost` is the time of one of the sample's `squares` relative to the time of a
+    token: the larger it is, the fewer tokens have the later chunks, which attend to more keys."""
     count = -(-sample.length // rows)
-    edges = [number * sample.length // count for number in range(count + 1)]
+    edges = [0]
+    for number in range(1, count):
+        edge = _find_edge(sample.length, number, count, square_cost)
+        edges.append(min(max(edge, edges[-1] + 1), sample.length - (count - number)))
+    edges.append(sample.length)
     # The planner does not know which tokens are supervised; it only needs sums.
     counted = [sample.supervised_tokens * edge // sample.length for edge in edges]
     return tuple(
@@ -119,6 +126,15 @@ def cut_sample(sample: PlacedSample, rows: int) -> tuple[PlacedSample, ...]:
         )
         for number in range(count)
     )
+
+
+def _find_edge(length: int, number: int, count: int, square_cost: float) -> int:
+    """Return how many tokens at the start of a sample take `number` of `count` equal parts of the sample's
+    time, where n tokens take n + `square_cost` · n²."""
+    if square_cost == 0.0:
+        return number * length // count
+    seconds = (length + square_cost * length**2) * number / count
+    return int((math.sqrt(1 + 4 * square_cost * seconds) - 1) / (2 * square_cost))
 
 
 def join_chunks(samples: Iterable[PlacedSample]) -> Iterator[PlacedSample]:
@@ -200,6 +216,11 @@ class MicrobatchPlan:
     @property
     def tokens(self) -> int:
         return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def squares(self) -> int:
+        """Sum of the `squares` of the samples."""
+        return sum(sample.squares for segment in self.segments for sample in segment.samples)
 
     @property
     def jobs(self) -> tuple[str, ...]:

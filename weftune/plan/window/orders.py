@@ -102,8 +102,9 @@ def _kept_bytes(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
     return -(-rows * price.kept_bytes // microbatch.rows)
 
 
-def cut_long_samples(work: Work, rows: int) -> Work:
-    """Cut samples of more than `rows` rows, each of which is a microbatch by itself, into chunks."""
+def cut_long_samples(work: Work, rows: int, square_cost: float = 0.0) -> Work:
+    """Cut samples of more than `rows` rows, each of which is a microbatch by itself, into chunks whose passes
+    take equally long (see `cut_sample`)."""
     microbatches: list[MicrobatchPlan] = []
     for one in work.microbatches:
         if one.rows <= rows:
@@ -111,7 +112,7 @@ def cut_long_samples(work: Work, rows: int) -> Work:
             continue
         (segment,) = one.segments
         (sample,) = segment.samples
-        chunks = cut_sample(sample, rows)
+        chunks = cut_sample(sample, rows, square_cost)
         microbatches += [MicrobatchPlan((replace(segment, samples=(chunk,)),)) for chunk in chunks]
     return Work(work.capacity, tuple(microbatches), work.batches)
 

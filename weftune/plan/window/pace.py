@@ -43,7 +43,8 @@ BACKWARD_GUESS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class StagePace:
-    """Time of a pass on one stage as a linear function of its rows, and time of an optimizer step."""
+    """Time of a pass on one stage as a linear function of its rows and of its attention, and time of an
+    optimizer step."""
 
     forward: Line
     backward: Line
@@ -51,15 +52,27 @@ class StagePace:
     """Duration of one job's optimizer step, in seconds."""
     spread: tuple[float, ...] = ()
     """Ratios of measured to predicted pass times, in the order of the passes."""
+    forward_per_square: float = 0.0
+    """Additional seconds of a forward for each of the `squares` of its samples. 0 while all samples are
+    whole: then the attention is part of the time per row."""
+    backward_per_square: float = 0.0
+
+    def forward_seconds(self, plan: MicrobatchPlan) -> float:
+        return self.forward(plan.rows) + self.forward_per_square * plan.squares
+
+    def backward_seconds(self, plan: MicrobatchPlan) -> float:
+        return self.backward(plan.rows) + self.backward_per_square * plan.squares
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPass:
-    """The number of rows and the duration of one pass over one stage."""
+    """The size and the duration of one pass over one stage."""
 
     rows: int
     seconds: float
     start: float = 0.0
+    squares: int = 0
+    """The `squares` of the samples."""
 
 
 def fit_line(passes: Sequence[MeasuredPass]) -> Line:
@@ -74,6 +87,30 @@ def fit_line(passes: Sequence[MeasuredPass]) -> Line:
     if fixed < 0:
         return through_origin
     return Line(float(fixed), float(per_row)) if per_row >= 0 else Line(float(seconds.mean()), 0.0)
+
+
+def fit_with_attention(passes: Sequence[MeasuredPass]) -> tuple[Line, float]:
+    """Return the duration of passes as a linear function of their rows and their `squares`, fitted by least
+    squares: the line for the rows, and the seconds of one square. No coefficient is negative."""
+    terms = np.array([(1.0, one.rows, one.squares) for one in passes])
+    seconds = np.array([one.seconds for one in passes])
+    scales = terms.max(axis=0).clip(min=1.0)
+    best, least, noise = np.zeros(3), math.inf, 1e-9 * float(seconds @ seconds)
+    # Of terms that fit about equally well, the first ones are taken.
+    for used in ([1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        fitted, *_ = np.linalg.lstsq(terms[:, used] / scales[used], seconds)
+        error = float(np.square(terms[:, used] / scales[used] @ fitted - seconds).sum())
+        if fitted.min() >= 0 and error < least - noise:
+            best, least = np.zeros(3), error
+            best[used] = fitted / scales[used]
+    fixed, per_row, per_square = best.tolist()
+    return Line(fixed, per_row), per_square
+
+
+def attention_cost(paces: Sequence[StagePace]) -> float:
+    """Return the time of one of the `squares` of a sample relative to the time of a row, over all stages."""
+    rows = sum(pace.forward.per_token + pace.backward.per_token for pace in paces)
+    return sum(pace.forward_per_square + pace.backward_per_square for pace in paces) / rows if rows else 0.0
 
 
 def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
@@ -129,7 +166,7 @@ def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePac
     return Prices(
         tuple(
             tuple(
-                PassPrice(pace.forward(one.rows), pace.backward(one.rows), kept_bytes=one.rows)
+                PassPrice(pace.forward_seconds(one), pace.backward_seconds(one), kept_bytes=one.rows)
                 for pace in paces
             )
             for one in microbatches

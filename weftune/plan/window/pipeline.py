@@ -50,7 +50,7 @@ from weftune.plan.window.orders import (
     template_order,
 )
 from weftune.plan.window.overlap import overlap_microbatches
-from weftune.plan.window.pace import StagePace, pace_prices
+from weftune.plan.window.pace import StagePace, attention_cost, pace_prices
 from weftune.plan.window.replicas import Rounds, distribute_evaluation, distribute_samples, order_replicas
 from weftune.plan.window.rounds import JobWindow, mismatched_segments
 
@@ -411,10 +411,11 @@ def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[Glob
 def _plan_cut(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules, rows: int
 ) -> Timed:
-    """Return the program in which longer samples are cut into chunks of at most `rows` rows."""
+    """Return the program in which longer samples are cut into chunks of `rows` rows on average."""
     longest = max(_token_count(together) for batch in batches for together in sample_groups(batch.samples))
     groups = choose_groups(batches, [window.job for window in windows], rows, rules)
-    work = cut_long_samples(divide_into_microbatches(batches, groups, rows, rules), rows)
+    whole = divide_into_microbatches(batches, groups, rows, rules)
+    work = cut_long_samples(whole, rows, attention_cost(rules.paces))
     prices = pace_prices(work.microbatches, rules.paces)
     program = chunked_multi_job(work, rules.stages, prices, max(longest, rows))
     return Timed(program, window_seconds(program, prices))

@@ -1,5 +1,5 @@
 """Measured speeds (paces) of the stages of a pipeline, for the planner. The time of a pass is a linear
-function of its number of rows."""
+function of its number of rows and, where samples run in chunks, of its attention."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from weftune.plan.window.pace import (
     MeasuredPass,
     StagePace,
     fit_line,
+    fit_with_attention,
     predict_timeline,
     vary_timelines,
 )
@@ -56,6 +57,11 @@ class _Measurements:
     def all_passes(self) -> list[MeasuredPass]:
         return [*self.samples, *self.chunks]
 
+    def fit(self) -> tuple[Line, float]:
+        """Return the time of a pass as a function of its rows, and the seconds of each of its `squares`. With
+        whole samples alone, the latter is part of the former."""
+        return fit_with_attention(self.all_passes()) if self.chunks else (fit_line(self.samples), 0.0)
+
 
 @dataclass(slots=True)
 class _Stage:
@@ -66,12 +72,15 @@ class _Stage:
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        forwards, backwards = self.forwards.all_passes(), self.backwards.all_passes()
-        forward, backward = fit_line(forwards), fit_line(backwards)
-        kinds = ((forwards, forward), (backwards, backward))
-        passes = sorted((one.start, one.seconds, line(one.rows)) for passed, line in kinds for one in passed)
+        kinds = [(passes.all_passes(), *passes.fit()) for passes in (self.forwards, self.backwards)]
+        (_, forward, forward_per_square), (_, backward, backward_per_square) = kinds
+        passes = sorted(
+            (one.start, one.seconds, line(one.rows) + per_square * one.squares)
+            for measured, line, per_square in kinds
+            for one in measured
+        )
         spread = tuple(seconds / predicted for _, seconds, predicted in passes if predicted > 0)
-        return StagePace(forward, backward, steps, spread)
+        return StagePace(forward, backward, steps, spread, forward_per_square, backward_per_square)
 
     def guess_pace(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
@@ -117,11 +126,11 @@ class Paces:
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 plan = program.microbatches[number]
-                measured = MeasuredPass(plan.rows, seconds, timed_action.start)
+                measured = MeasuredPass(plan.rows, seconds, timed_action.start, plan.squares)
                 self._stages[stage].forwards.add(plan, measured)
             case Backward(number, stage):
                 plan = program.microbatches[number]
-                measured = MeasuredPass(plan.rows, seconds, timed_action.start)
+                measured = MeasuredPass(plan.rows, seconds, timed_action.start, plan.squares)
                 self._stages[stage].backwards.add(plan, measured)
             case Step():
                 for stepped in worker_stages:
