@@ -14,6 +14,9 @@ from weftune.core.files import cache_folder
 
 HERE = Path(__file__).parent
 
+# A machine with a GPU may lack the packages of the extra `serve`.
+collect_ignore = [] if find_spec("sqlalchemy") else ["service"]
+
 # How long an example takes says nothing of the code on a machine that does other things, too.
 settings.register_profile("weftune", deadline=None)
 settings.load_profile("weftune")

