@@ -34,6 +34,8 @@ class Found:
     tokens_per_second: float
     predicted_seconds: float
     seconds: float
+    seam_seconds: float = 0.0
+    """Mean seconds from the last action of a window to the first one of the next, where windows hand over."""
 
     @property
     def bubbles(self) -> float:
@@ -95,7 +97,8 @@ def told(found: Sequence[Found]) -> str:
         f"{one.name}: {one.tokens_per_second / first:.2f} × the tokens per second of 1F1B job by job"
         for one in found[1:]
     ]
-    return "\n".join([table(found), "", *ratios, "", *(bar.told() for bar in bars(found))])
+    seams = [f"{one.name}: {one.seam_seconds:.3f} s between two windows" for one in found if one.seam_seconds]
+    return "\n".join([table(found), "", *ratios, *seams, "", *(bar.told() for bar in bars(found))])
 
 
 def table(found: Sequence[Found]) -> str:

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, pstdev
 
@@ -327,7 +328,19 @@ def found_in(windows: Sequence[Window], case: Case, setting: Setting) -> Found:
         tokens_per_second=tokens / seconds,
         predicted_seconds=sum(mean(draw.makespan for draw in draws) for _, draws in varied),
         seconds=seconds,
+        seam_seconds=seam_seconds(windows) if len(parts) == 1 else 0.0,
     )
+
+
+def seam_seconds(windows: Sequence[Window]) -> float:
+    """Return the mean seconds between the last action of a window and the first one of the next."""
+    spans = [
+        (min(one.start for one in times), max(one.stop for one in times))
+        for window in windows
+        for times in [[one for report in window.reports for one in report.times]]
+    ]
+    gaps = [start - stop for (_, stop), (start, _) in pairwise(spans)]
+    return mean(gaps) if gaps else 0.0
 
 
 def joined_reports(windows: Sequence[Sequence[WorkerReport]]) -> list[WorkerReport]:
