@@ -51,3 +51,11 @@ def test_an_error_is_raised_as_if_the_caller_had_planned(process):
     with pytest.raises(AssertionError, match="a pace for every stage"):
         process.plan_window(*wrong)
     assert process.plan_window(*arguments()) == plan_window(*arguments()), "the process goes on"
+
+
+def test_without_a_process_the_caller_plans(process, monkeypatch):
+    def refuse(*_):
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr("weftune.trainer.planner.start_server", refuse)
+    assert process.plan_window(*arguments()) == plan_window(*arguments())

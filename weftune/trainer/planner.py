@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from weftune.core.limited import receive_bytes, send_bytes, start_server
+from weftune.core.limited import SINGLE_THREADED, receive_bytes, send_bytes, start_server
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import plan_window
 
@@ -41,13 +41,13 @@ class PlannerProcess:
             process.wait()
 
     def _request(self, payload: bytes) -> bytes | None:
-        """Return the answer of the process, or None if it has died."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = start_server(__name__, {})
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
+        """Return the answer of the process, or None if it cannot be started or has died."""
         try:
+            if self._process is None or self._process.poll() is not None:
+                self._process = start_server(__name__, SINGLE_THREADED)
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
             send_bytes(process.stdin, payload)
             return receive_bytes(process.stdout)
         except OSError:
