@@ -17,12 +17,12 @@ serve: $(VENV)/.serve
 	$(BIN)/python examples/serve/serve.py --port $(PORT)
 
 # Files of tests side by side, each with a thread of its own, in forks of a process that has imported and collected
-# all of them, and two more than there are cores: with one more these were busy for three quarters of the time.
+# all of them, and three more than there are cores: with one more these were busy for three quarters of the time.
 # Then, two at a time and with nothing beside them, those that look at a clock: most of what they do is to wait. A
 # test that hangs fails and shows where it was. Some of them start processes, each of which would compile torch and
 # transformers anew (ten seconds) where the surroundings forbid to keep what is compiled.
 DEFAULT := not slow and not gpu and not smoke
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1) + 2)')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1) + 3)')
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300
 test: $(VENV)/.dev
 	$(PYTEST) -p tests.side_by_side --processes $(WORKERS) -m '$(DEFAULT)'

