@@ -23,7 +23,7 @@ class JobTotal:
     state_bytes: int
     """Bytes of the job's adapter, including gradient and optimizer state."""
     is_lower_bound: bool = False
-    """Whether the number of steps is only a lower bound."""
+    """Whether `steps`, the job's number of optimizer steps, is only a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)

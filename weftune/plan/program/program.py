@@ -1,7 +1,8 @@
-"""The Program: an immutable plan of the actions of every device in a window, in order.
+"""The Program: an immutable plan of the ordered actions of every device in a window, which is a few global
+batches of every job.
 
-A window is a few global batches of every job. Step n of a job, counted from 1, is its n-th global batch and
-the optimizer step that follows it. A segment is the rows of a microbatch that belong to one job.
+ Step n of a job, counted from 1, is its n-th global batch and the optimizer step that follows it. A segment
+is the rows of a microbatch that belong to one job.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Recompute:
     tile_rows: int = 0
     """Maximum rows of a microbatch that a layer computes at a time, except in attention. 0 means all rows."""
     keeps_attention: bool = False
-    """Whether layers that are recomputed in tiles keep the output of their attention."""
+    """Whether layers that are recomputed in tiles (some rows at a time) keep the output of their
+    attention."""
     offloaded_layers: int = 0
-    """Number of the layers recomputed in tiles whose kept tensors are in host memory until the backward."""
+    """Number of layers whose kept tensors are in host memory until the backward, among the layers that are
+    recomputed in tiles (some rows at a time)."""
 
 
 NOTHING = Recompute()
@@ -54,7 +57,8 @@ class PlacedSample:
     supervised_tokens: int = 0
     """Number of tokens of the sample or chunk that count in the loss."""
     group_number: int | None = None
-    """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
+    """Number of the group to which the sample belongs, such as a preference pair. Adjacent samples with the
+    same number share a microbatch."""
     chunk_start: int | None = None
     """Number of tokens before this chunk in its sample. None for a whole sample."""
 
@@ -65,7 +69,7 @@ class PlacedSample:
 
     @property
     def chunk_rows(self) -> slice | None:
-        """Rows of the sample that this chunk consists of. None for a whole sample."""
+        """Range of the sample's rows that this chunk consists of. None for a whole sample."""
         return None if self.chunk_start is None else slice(self.chunk_start, self.chunk_start + self.length)
 
     def follows(self, previous_chunk: PlacedSample | None) -> bool:
@@ -79,8 +83,8 @@ class PlacedSample:
 
     @property
     def squares(self) -> int:
-        """Squared length of the sample or, for a chunk, its part of the squared length of the whole sample.
-        The cost of attention is proportional to it."""
+        """Squared length of the sample in tokens or, for a chunk, its part of the whole sample's squared
+        length. The cost of attention is proportional to this number."""
         return self.length * (2 * (self.chunk_start or 0) + self.length)
 
 
@@ -94,7 +98,8 @@ def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSam
 
 
 def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
-    """Split the samples into tuples whose samples must share a microbatch. Most tuples have one sample."""
+    """Split the samples into tuples: the samples of a tuple must share a microbatch. Most tuples have one
+    sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
         if runs and placed.group_number is not None and placed.group_number == runs[-1][-1].group_number:
@@ -105,9 +110,10 @@ def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
 
 
 def cut_sample(sample: PlacedSample, rows: int, square_cost: float = 0.0) -> tuple[PlacedSample, ...]:
-    """Cut a sample into chunks of `rows` tokens on average, or somewhat fewer, whose passes take as equally
-    long as possible. `square_cost` is the time of one of the sample's `squares` relative to the time of a
-    token: the larger it is, the fewer tokens have the later chunks, which attend to more keys."""
+    """Cut a sample into chunks of `rows` tokens on average, or somewhat fewer, whose passes take as nearly
+    equal times as possible. `square_cost` is the time per unit of the sample's squared length (attention)
+    relative to the time per token: the larger it is, the fewer tokens the later chunks have, which attend to
+    more keys."""
     count = -(-sample.length // rows)
     edges = [0]
     for number in range(1, count):
@@ -165,8 +171,8 @@ class GlobalBatch:
     prefix_rows: int = 0
     """Total number of rows (virtual tokens) that the job's adapter inserts before the samples."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Mismatched prompt and answer pairs, which are scored after the previous step for the KL term of the
-    batch's loss (as in KTO)."""
+    """Mismatched prompt and answer pairs, whose log-probabilities are computed after the job's previous step
+    for the KL term of the batch's loss (as in KTO)."""
 
     @property
     def may_be_cut(self) -> bool:
@@ -219,7 +225,8 @@ class MicrobatchPlan:
 
     @property
     def squares(self) -> int:
-        """Sum of the `squares` of the samples."""
+        """Sum of the squared lengths of the samples (`PlacedSample.squares`), to which the cost of attention
+        is proportional."""
         return sum(sample.squares for segment in self.segments for sample in segment.samples)
 
     @property
@@ -273,9 +280,9 @@ class Score:
 class ForwardHalf:
     """The forward of half a layer, which is its attention or its feed-forward, on shards of the layer.
 
-    The output is summed over the shards while the device continues with the next action. The first half of a
-    microbatch also computes the embeddings. The Forward that follows the last half computes the rest of the
-    pass.
+    The output is summed over the shards while the device continues with the next action. The first half layer
+    of a microbatch also computes the embeddings. The Forward that follows the last half layer computes the
+    rest of the pass.
     """
 
     microbatch: int
@@ -302,7 +309,7 @@ class BackwardHalf:
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
 SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
-"""Payloads of the Reduce actions that belong to the KL term of a loss."""
+"""Payloads of the Reduce actions (sums over replicas) that belong to the KL term of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,15 +390,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """Progress of a microbatch that the previous window has left unfinished. The input of its next pass is
-    already on the device that runs the pass."""
+    """Progress of a microbatch that the previous window has left unfinished. The input of the microbatch's
+    next pass is already on the device that runs this pass."""
 
     number: int
     """Index of the microbatch in the Program of the window before."""
     forwards: int
-    """Number of stages that have run its forward, counted from the first stage."""
+    """Number of stages that have run the forward of the microbatch, counted from the first stage."""
     backwards: int
-    """Number of stages that have run its backward, counted from the last stage."""
+    """Number of stages that have run the backward of the microbatch, counted from the last stage."""
     replica: int = 0
     """Replica that runs the microbatch."""
 
@@ -406,8 +413,8 @@ class Inherited:
         return self.has_forward(stage) and not self.has_backward(stage, stages)
 
     def arrival(self, stages: int) -> tuple[int, Payload] | None:
-        """Return the stage that runs the next pass, and whether the input that waits there is an activation
-        or a gradient. Return None if the input does not come from another stage."""
+        """Return the stage that runs the microbatch's next pass, and whether the input that waits there is an
+        activation or a gradient. Return None if the input does not come from another stage."""
         if 0 < self.forwards < stages:
             return self.forwards, "activation"
         if 0 < self.backwards < stages:
@@ -420,8 +427,8 @@ ForwardOnly = Evaluate | Score
 ForwardPass = Forward | ForwardOnly
 Compute = ForwardPass | Backward
 HalfPass = ForwardHalf | BackwardHalf
-"""Half a layer of a pass. Two microbatches alternate after every half layer, so that the all-reduces over
-shards of one overlap with the computation of the other."""
+"""The attention or the feed-forward of one layer (half a layer) in a pass. Two microbatches alternate after
+every half layer, so that the all-reduces over shards of one overlap with the computation of the other."""
 Transport = Send | Recv
 Streaming = Load | Evict
 OfJob = Reduce | Step | Save
@@ -430,7 +437,7 @@ Action = Compute | HalfPass | Transport | Streaming | OfJob
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of every device in one window."""
+    """The actions of every device in one window (a few global batches of every job)."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
@@ -448,8 +455,8 @@ class Program:
     """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
     at its end."""
     half_layer_count: int = 0
-    """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
-    does."""
+    """Number of half layers (attentions and feed-forwards) of each pass that overlaps with the pass of
+    another microbatch. 0 if no pass does."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -498,7 +505,7 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """Mapping from (job, step) to the batch, for quick lookup with thousands of jobs."""
+        """Maps (job, step) to the global batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def whole_sample(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
@@ -553,12 +560,13 @@ class Program:
         return self.pass_kinds()
 
     def kind(self, microbatch: int) -> type[ForwardPass]:
-        """Return the class of a microbatch's forward pass: Forward, Evaluate or Score. It is Forward if the
-        pass is left to a later window."""
+        """Return the class of a microbatch's forward pass: Forward, Evaluate or Score. The result is Forward
+        if the pass is left to a later window."""
         return self._kinds.get(microbatch, Forward)
 
     def shared_count(self) -> int:
-        """Return the number of new microbatches that contain two jobs or more."""
+        """Return the number of microbatches, without those inherited from the previous window, that contain
+        two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches[len(self.inherited) :])
 
     def without(self, *jobs: str) -> Program:

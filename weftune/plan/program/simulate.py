@@ -71,8 +71,8 @@ class Span:
         return self.stop - self.start
 
     def computing_seconds(self, event: Event) -> float:
-        """Return the seconds within this span in which the device computes the action of `event`. Waits for
-        all-reduces over shards are assumed to be spread evenly over the event."""
+        """Return the seconds within this span of time in which the device computes the action of `event`.
+        Waits for all-reduces over shards are assumed to be spread evenly over the event."""
         inside = min(event.stop, self.stop) - max(event.start, self.start)
         if inside <= 0:
             return 0.0
@@ -85,7 +85,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A simulated action on a lane of a device, with the times in seconds at which it begins and ends."""
+    """A simulated action on one lane of a device, such as compute or send, with the times in seconds at which
+    the action begins and ends."""
 
     device: int
     lane: Lane
@@ -98,7 +99,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes in use on a device from `time` on."""
+    """Bytes in use on a device from the second `time` on."""
 
     time: float
     bytes: int
@@ -110,7 +111,8 @@ class Timeline:
 
     devices: int
     events: tuple[Event, ...]
-    """All events in the order in which they end. A lane runs one action at a time."""
+    """All events in the order in which they end. Each lane of a device (such as compute or send) runs one
+    action at a time."""
     memory: tuple[tuple[Level, ...], ...]
     """Bytes in use over time, for each device."""
 
@@ -148,7 +150,8 @@ class Timeline:
 
     def steady_span(self) -> Span:
         """Return the span of the steady state, from the time when every device has begun its first forward to
-        the time when a device has ended its last one. The span is empty if the window is too short."""
+        the time when the first device has ended its last forward. The span is empty if the program is too
+        short."""
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
             forwards = [one for one in self.events_of(device) if isinstance(one.action, ForwardPass)]
@@ -158,7 +161,8 @@ class Timeline:
         return Span(begun, max(begun, feeding))
 
     def span_between_steps(self, device: int, job: str, first: int, last: int) -> Span:
-        """Return the span from the end of a job's optimizer step `first` to the end of its step `last`."""
+        """Return the span of time from the end of a job's optimizer step `first` to the end of its step
+        `last`."""
         ends = {
             event.action.step: event.stop
             for event in self.events_of(device)
@@ -179,7 +183,7 @@ def memory_levels(changes: Iterable[Level], initial_bytes: int) -> tuple[Level, 
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
-    """Simulate a program, which must have passed `check`, and return its timeline."""
+    """Simulate a program, which must be valid (see `check`), and return its timeline."""
     assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.run()
@@ -194,8 +198,8 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
 
 @dataclass(slots=True)
 class _Lanes:
-    """The state of one device in the simulation: the remaining actions of its compute, send, receive and load
-    lanes, and what these lanes wait for."""
+    """The state of one device in the simulation: the remaining actions of its lanes (compute, send, receive
+    and load, which run in parallel), and what these lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
     """Remaining compute actions, each with the number of Loads that must have ended before it begins."""
@@ -214,13 +218,15 @@ class _Lanes:
     unsent_results: set[Arrival] = field(default_factory=set)
     """Results computed on this device that have not been sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
-    """Messages that this device has received about Reduces and Steps of other devices."""
+    """Messages that this device has received about Reduces (sums over devices) and Steps (optimizer steps) of
+    other devices."""
     summed_microbatches: set[int] = field(default_factory=set)
-    """Microbatches whose all-reduce over shards is in progress or waits for an earlier one."""
+    """Indices of the microbatches whose all-reduce over shards is in progress or waits for an earlier
+    all-reduce."""
     sums_end: float = 0.0
     """Time in seconds at which all started all-reduces over shards will have ended."""
     waiting_senders: deque[int] = field(default_factory=deque)
-    """Devices whose send lane waits for this device's receive lane."""
+    """Indices of the devices with a Send that waits until this device's receive lane is free."""
     memory_changes: list[Level] = field(default_factory=list)
 
 
@@ -252,7 +258,7 @@ class _Simulation:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
         self.inherited_arrivals: list[set[Arrival]] = [set() for _ in program.devices]
-        """Inputs of passes that have arrived at each device before the window."""
+        """For each device, the keys of the inputs of passes that arrived before the window."""
         for number, one in enumerate(program.inherited):
             if (arrival := one.arrival(len(program.stages))) is not None:
                 home = program.stage_devices(one.replica)[arrival[0]]
@@ -375,21 +381,22 @@ class _Simulation:
         return 0.0
 
     def _half_price(self, action: Compute | HalfPass) -> HalfPrice | None:
-        """Return the cost of the half layers of an action's forward or backward, or None if the pass does not
-        run in half layers."""
+        """Return the cost of the half layers (attention and feed-forward) of an action's forward or backward,
+        or None if the pass does not run in half layers."""
         if action.microbatch not in self.program.overlapped_microbatches:
             return None
         price = self.prices.passes[action.microbatch][action.stage]
         return price.backward_half if isinstance(action, Backward | BackwardHalf) else price.forward_half
 
     def _sums_of_halves(self, action: Compute) -> float:
-        """Return the seconds of all all-reduces over shards that follow the half layers of a pass."""
+        """Return the seconds of all all-reduces over shards that follow the half layers (attentions and
+        feed-forwards) of a pass."""
         half = self._half_price(action)
         return half.sum_seconds * self.program.half_layer_count if half else 0.0
 
     def _seconds_of_halves(self, action: Compute) -> float:
-        """Return the seconds of a pass's half layers and their all-reduces, which end before the rest of the
-        pass begins."""
+        """Return the seconds of a pass's half layers (attentions and feed-forwards) and their all-reduces,
+        which end before the rest of the pass begins."""
         half, count = self._half_price(action), self.program.half_layer_count
         return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
