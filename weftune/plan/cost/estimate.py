@@ -19,10 +19,10 @@ ADAPTER_EFFICIENCY = 0.1
 narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass (forward or backward) over one layer on a GPU and on a CPU, in addition to the
-time of its rows."""
+time of the pass's rows (tokens)."""
 CODED_SPEED = 1.7
 """Speed of fp8 matrix products relative to bfloat16. On an H200, a step of an 8B model takes 440 ms, 330 ms
-of them in the layers' products, and fp8 saves 138 ms."""
+of them in the layers' products, and fp8 shortens the step by 138 ms."""
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward relative to its forward."""
 ADAPTER_BACKWARD = 2.0
@@ -67,7 +67,8 @@ class BaseLayer:
     """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. Quantised weights
     count as fewer FLOPs if their products are faster."""
     square_flops: int
-    """FLOPs of attention in the forward of one sample, divided by the square of its length in tokens."""
+    """FLOPs of attention in the forward of one sample, divided by the square of the sample's length in
+    tokens."""
     weight_bytes: int
     kept_bytes: int
     """Bytes per token of the activations that are kept from the forward to the backward."""
@@ -261,8 +262,8 @@ def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds of attention in the forward of one sample, divided by the square of its length in
-    tokens."""
+    """Return the seconds of attention in the forward of one sample, divided by the square of the sample's
+    length in tokens."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 

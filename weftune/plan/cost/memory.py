@@ -41,7 +41,7 @@ from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
 """Tokens per microbatch that keep a device busy. If memory does not suffice for microbatches of this size,
-layers are recomputed instead of making microbatches smaller."""
+layers are recomputed in the backward; microbatches do not become smaller."""
 
 TILE_ROWS, SMALL_TILE_ROWS = 8192, 1024
 """Numbers of rows in a tile, the part of a microbatch that a layer computes at a time: the usual number,
@@ -54,11 +54,12 @@ FUSED_SLACK_BYTES = 9 << 28
 """Slack: bytes for temporaries, rounding by the allocator, and the logits of one chunk of rows. Chunks are
 larger on a GPU."""
 TILED_SLACK_BYTES = 512 << 20
-"""Slack bytes of passes in tiles. They need less, since they are not captured as CUDA graphs and have freed
-their logits in the backward."""
+"""Slack bytes (for temporaries and rounding) of passes in which layers compute a tile of rows at a time. Such
+passes need less slack, since they are not captured as CUDA graphs and have freed their logits in the
+backward."""
 LOGIT_COPIES = 2
-"""Number of tensors of the size of a chunk's logits: the logits, and their softmax, which is later
-overwritten by the gradient."""
+"""Number of tensors of the size of the logits of one chunk of rows: the logits, and their softmax, which is
+later overwritten by the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class MemoryFit:
     head: float = 0.0
     """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which predictions may be too low. They are added when it is decided whether jobs fit."""
+    """Bytes by which predictions may be too low. These bytes are added when it is decided whether jobs
+    fit."""
 
 
 UNFITTED = MemoryFit()
@@ -79,7 +81,8 @@ UNFITTED = MemoryFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Predicted memory of one device in bytes, by use, before correction factors are applied."""
+    """Predicted memory of one device in bytes, divided by what the bytes are used for, before correction
+    factors are applied."""
 
     resident_bytes: int
     """Bytes of the process and of the base's weights."""
@@ -103,8 +106,8 @@ ADVISED_SHARE = 0.1
 setting."""
 SPARE = 1
 """Number of spare microbatches: microbatches in flight in a pipeline in addition to those of the 1F1B
-schedule. They keep a stage busy if an input is late. Admission and the token capacity leave memory for
-them."""
+schedule. Spare microbatches keep a stage busy if an input is late. Admission and the token capacity leave
+memory for them."""
 MAX_SPARE = 4
 """Maximum number of spare microbatches (in flight in a pipeline in addition to those of the 1F1B schedule) if
 memory has room for them."""
@@ -113,8 +116,8 @@ WHOLE = one_device_layout()
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The formula for the memory of a run in a given layout. It decides which jobs are admitted, how many
-    tokens microbatches have, and what is recomputed in the backward."""
+    """The formula for the memory of a run in a given layout. The results decide which jobs are admitted, how
+    many tokens microbatches have, and what is recomputed in the backward."""
 
     shape: ModelShape
     """Shape of the whole base."""
@@ -234,7 +237,7 @@ class MemoryModel:
 
     @cached_property
     def _stage_ranges(self) -> list[LayerRange]:
-        """Layers of each stage."""
+        """Range of layers of each stage."""
         stages, layers = self.layout.stages, self.shape.layers
         if len(stages) == 1:
             return [LayerRange(0, layers, layers)]
@@ -328,16 +331,16 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers on the worker that holds the most layers, for which the activation bytes of a
-        token are counted."""
+        """Number of layers of the worker that holds the most layers, with which activation bytes per token
+        are computed."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
         """Return the activation bytes of all microbatches in flight, per token of one microbatch. In a
-        pipeline, one microbatch per stage is in flight, plus the spare ones. Without a pipeline, two are in
-        flight if microbatches overlap, which they do only if nothing is recomputed."""
+        pipeline, one microbatch per stage is in flight, plus the spare ones. Without a pipeline, two
+        microbatches are in flight if they overlap, which requires that nothing is recomputed."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
         if self.layout.overlaps and recompute == NOTHING:
@@ -355,7 +358,7 @@ class MemoryModel:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of the master weight of one parameter."""
+        """Bytes of the fp32 master weight of one adapter parameter."""
         return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:

@@ -43,7 +43,8 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class LayeredPass:
-    """Measured time and peak memory of a pass over a base that was cut to `layers` layers."""
+    """Measured time and peak memory of the forward and backward of a microbatch over a base of which only
+    `layers` layers were kept."""
 
     layers: int
     time: PassTime

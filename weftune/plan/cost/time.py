@@ -72,8 +72,9 @@ class Terms:
         return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
-        """Return the number of tokens with which a pass takes `seconds`, or 0 if even an empty pass takes
-        longer. The pass has as many segments as `typical_work`; its other counts grow with its tokens."""
+        """Return the number of tokens with which a pass takes `seconds` seconds, or 0 if even an empty pass
+        takes longer. The pass has as many segments (jobs) as `typical_work`; its other counts grow in
+        proportion to its tokens."""
         constant = self.fixed + self.segment * typical_work.segments
         per_token = (self(typical_work) - constant) / typical_work.tokens
         return int(max(0.0, seconds - constant) / max(per_token, 1e-12))
@@ -169,7 +170,8 @@ class CostModel:
     known."""
 
     def pass_seconds(self, work: PassWork) -> float:
-        """Return the seconds of a forward and a backward together."""
+        """Return the predicted seconds of a forward and its backward together, given the counts of the
+        pass."""
         return self.forward(work) + self.backward(work)
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
@@ -232,7 +234,8 @@ def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
 def _solo_work(
     batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield the work counts of every pass of a training in which no two global batches share a microbatch."""
+    """Yield the counts (tokens, samples and others) of every pass of the program if no two global batches
+    shared a microbatch."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity

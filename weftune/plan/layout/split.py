@@ -1,6 +1,7 @@
 """Distribution of jobs over devices that each hold the whole base, with predicted times as even as possible.
 
-Devices exchange nothing, so this is faster than dividing the base if each device has memory for the whole.
+Such devices exchange nothing, which is faster than dividing the base if each device has memory for the whole
+base.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class JobWork:
 
     shape: JobShape
     steps: int
-    """Number of remaining steps."""
+    """Number of remaining optimizer steps."""
     batches: tuple[GlobalBatch, ...]
     """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0

@@ -28,8 +28,8 @@ from weftune.plan.program.layout import Layout, one_device_layout
 MIN_CAPACITY = 256
 """Smallest token capacity of microbatches that is tried, apart from the length of the longest sample."""
 MIN_GAIN = 0.01
-"""Relative gain in time that is required to offload inputs or to stream adapters. A smaller predicted gain is
-unreliable, since the prediction assumes that the link always reaches its best speed."""
+"""Relative gain in time that is required to offload inputs or to stream adapters. A smaller gain is not
+relied on, since the prediction assumes that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,12 @@ class StreamChoice:
     round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
     waiting_fraction: float
-    """Fraction of a round in which devices wait for the host."""
+    """Fraction of a round (one global batch of every job) in which devices wait for the host."""
     reason: str
     """Reason for the choice, as a clause for the user."""
     reads_weight_files: bool = False
-    """Whether streamed weights stay in their files and are read from there in every round."""
+    """Whether streamed weights stay in their files and are read from there in every round (one global batch
+    of every job)."""
     is_resident: bool = False
     """Whether the base fits without streaming; `layout` is then one resident stage."""
 
@@ -116,7 +117,8 @@ def choose_stream(
     later, must fit alone.
 
     If the base fits, it is not streamed. Otherwise, return the fastest cut and capacity with the first of
-    the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
+    `states` (choices of what else host memory holds) that fits, unless another state is clearly faster. Raise
+    PlanError if none fits.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
@@ -238,7 +240,7 @@ def _choose_resident(
 
 
 def _resident_memory(shape: ModelShape, device: StreamDevice) -> MemoryModel:
-    """Return the memory model of a run that keeps the whole base on the device."""
+    """Return the memory model of a run in which the whole base stays on the device."""
     slack = device.slack_bytes if device.resident_slack_bytes is None else device.resident_slack_bytes
     return MemoryModel(
         shape, device.budget_bytes, device.process_bytes, device.uses_fused_ops, fixed_slack_bytes=slack
@@ -376,8 +378,8 @@ def _check_jobs_fit(
 
 
 def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error for a base that cannot be streamed with any capacity. It says whether device or host
-    memory is too small."""
+    """Return the error for a base that cannot be streamed with any token capacity. The message says whether
+    device or host memory is too small."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _device_shortage(smallest):
@@ -396,8 +398,8 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _workers_misfit_error(case: StreamCase) -> PlanError:
-    """Return the error for a base that cannot be streamed to several workers. It says whether device or host
-    memory is too small."""
+    """Return the error for a base that cannot be streamed to several workers. The message says whether device
+    or host memory is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget_bytes:
         others = len(case.jobs) - 1

@@ -58,11 +58,11 @@ class PassPrice:
     backward_sum_seconds: float = 0.0
     """Part of the backward's seconds in which the device waits for all-reduces over shards."""
     forward_half: HalfPrice | None = None
-    """Cost of the half layers (attention and feed-forward) of the forward, if these alternate with the half
-    layers of another microbatch. None if the seconds of the Forward include them."""
+    """Cost of the half layers (attention and feed-forward) that the forward consists of, used if they
+    alternate with the half layers of another microbatch. None if no passes alternate."""
     backward_half: HalfPrice | None = None
-    """Cost of the half layers (attention and feed-forward) of the backward, if these alternate with the half
-    layers of another microbatch. None if the seconds of the Backward include them."""
+    """Cost of the half layers (attention and feed-forward) that the backward consists of, used if they
+    alternate with the half layers of another microbatch. None if no passes alternate."""
 
 
 @dataclass(frozen=True, slots=True)

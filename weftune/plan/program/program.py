@@ -37,7 +37,7 @@ NOTHING = Recompute()
 
 
 class JobStepKey(Protocol):
-    """An object that belongs to one global batch, which is identified by the object's job and step."""
+    """An object that belongs to one global batch of a job, which its attributes `job` and `step` identify."""
 
     @property
     def job(self) -> str: ...
@@ -176,9 +176,8 @@ class GlobalBatch:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether samples may run in chunks, since the loss is a sum over tokens, as in supervised
-        fine-tuning. A loss over whole samples, such as a preference pair or a loss with a KL term, needs
-        whole samples."""
+        """Whether samples may run in chunks. This requires a loss that is a sum over tokens, as in supervised
+        fine-tuning; a loss of preference pairs or with a KL term needs whole samples."""
         return not self.mismatched and all(placed.group_number is None for placed in self.samples)
 
     @property
