@@ -29,7 +29,7 @@ safetensors and tokenizers."""
 MAX_YAML_CHARACTERS = 1 << 16
 MAX_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""Pattern that matches the start of deeply nested lines of YAML."""
+"""Pattern that matches a line of YAML that starts with deep nesting."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -133,7 +133,7 @@ class LineFile:
 
     def filter_lines(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         """Remove lines that are incomplete or for which `is_kept` is false. The file is rewritten only if
-        there are any."""
+        there are such lines."""
         self.close()
         if not self.path.exists():
             return
@@ -189,7 +189,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Convert an I/O error that a library raises as another exception into an OSError."""
+    """Return a context manager that raises an OSError instead if a library raises another exception for an
+    I/O error."""
     try:
         yield
     except OSError:

@@ -15,7 +15,7 @@ TEXT_TOWER = "model.language_model"
 EMBED_SCALE = "embed_scale"
 """Attribute of an embedding with the factor that its outputs are multiplied by."""
 LINEAR_ATTENTION = ".linear_attn."
-"""Part of the module paths of sites in layers with a recurrent state."""
+"""Part of the module paths of sites (adaptable linears) in layers with a recurrent state."""
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -56,7 +56,8 @@ class SiteShape:
     experts: int = 0
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
-    """Number of the site's matrices that each token is multiplied by. It is above 1 only for experts."""
+    """Number of the site's matrices that each token is multiplied by. The number is above 1 only for
+    experts."""
     in_last_layer: bool = False
     """Whether the site is in the last layer of the whole base, even if only a stage of the base is
     described."""
@@ -134,16 +135,18 @@ class ModelShape:
     """Maximum number of tokens per sample without rope scaling, which the factor of a rope scaling
     multiplies. None if it cannot be extended."""
     site_bytes_per_value: float | None = None
-    """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
+    """Bytes per value of the weights of the sites (adaptable linears), if their format differs from the
+    compute dtype."""
     multiplies_stored_format: bool = False
     """Whether matrix products read the stored format directly, without a dequantised copy."""
     extra_values: int = 0
     """Number of values per token that a fused layer keeps for its backward in addition to those computed from
-    the widths of its linears. Families of models differ here, for example in their norms."""
+    the widths of its linears. This number differs between families of models, for example because of their
+    norms."""
     query_width: int = 0
     """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
     shards: int = 1
-    """Number of shards that the layers are divided into, if this is the shape of one of them."""
+    """Number of shards that the layers are divided into, if this is the shape of one shard."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -162,12 +165,13 @@ class ModelShape:
 
     @cached_property
     def values_per_token(self) -> int:
-        """Number of input and output values per token of all sites."""
+        """Number of input and output values per token of all sites (adaptable linears) together."""
         return sum(site.values_per_token for site in self.sites)
 
     @cached_property
     def whole_values_per_token(self) -> int:
-        """Number of input and output values per token of all sites, of all shards together."""
+        """Number of input and output values per token of all sites (adaptable linears), summed over all
+        shards."""
         if self.shards == 1:
             return self.values_per_token
         return sum(
@@ -191,7 +195,8 @@ class ModelShape:
 
     @property
     def weight_bytes_per_value(self) -> float:
-        """Bytes per value of the sites' weights; adapters, activations and head may have another size."""
+        """Bytes per value of the weights of the sites (adaptable linears). Values of adapters, activations
+        and head may have another size."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
@@ -211,7 +216,8 @@ class ModelShape:
     @property
     def code_bytes(self) -> int:
         """Bytes per token of the activations that are rounded to 8 bits for one product, if products use
-        8-bit numbers. Twice the widest site is counted, since two such linears may be fused."""
+        8-bit numbers. Twice the width of the widest site (adaptable linear) is counted, since two such
+        linears may be fused."""
         if not self.multiplies_stored_format:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
@@ -239,7 +245,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """The sizes of a job from which its memory and time are predicted, and its place in the order of
+    """The sizes of a job from which its memory and time are predicted, and the job's place in the order of
     admission."""
 
     name: str
@@ -265,8 +271,8 @@ class JobShape:
     """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
     the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
     mean_weight_count: int = 0
-    """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial whose
-    rungs evaluate the mean of its weights, otherwise 0."""
+    """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial (job
+    of a sweep) that is evaluated with the mean of its weights, otherwise 0."""
     answer_positions: int = 0
     """Maximum number of tokens whose keys and values are cached at a time while the job answers held-out
     prompts. 0 if it generates no answers."""
@@ -295,7 +301,8 @@ class JobShape:
 
 
 def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
-    """Return the number of adapter parameters in each layer. Sites outside the layers are ignored."""
+    """Return the number of adapter parameters in each layer. Sites (adaptable linears) outside the layers are
+    ignored."""
     sums = [0] * layers
     for site, count in parameters:
         if (layer := layer_number(site)) is not None:

@@ -95,9 +95,11 @@ class FittedModels:
     """Number of times that the memory model used for plans was replaced."""
     windows: int = 0
     cost: CostModel = field(init=False)
-    """Time model for predictions, which is refitted after every window."""
+    """Time model for predictions, which is refitted after every window (a few global batches of every
+    job)."""
     fitted_memory: MemoryModel = field(init=False)
-    """Memory model for predictions, which is refitted after every window."""
+    """Memory model for predictions, which is refitted after every window (a few global batches of every
+    job)."""
     initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
     """Seconds per row (token), by which windows (a few global batches of every job) are limited to a few
@@ -186,8 +188,8 @@ class FittedModels:
 
     def tokens_within(self, seconds: float) -> int | None:
         """Return the number of tokens of a microbatch whose forward and backward are each predicted to take
-        at most `seconds`. The numbers of samples and jobs per token are assumed to be those of the latest
-        passes. Return None if no pass has been measured."""
+        at most `seconds`. The number of jobs, and the numbers of samples and other counts per token, are
+        assumed to be those of the latest passes. Return None if no pass has been measured."""
         recent = [one.work for one in self.times.passes if one.training][-RECENT_PASSES:]
         if not recent:
             return None

@@ -234,7 +234,7 @@ def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
 def _solo_work(
     batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield the counts (tokens, samples and others) of every pass of the program if no two global batches
+    """Yield the counts (tokens, samples and others) of every pass over these global batches if no two of them
     shared a microbatch."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
