@@ -59,7 +59,8 @@ class Cluster:
     root_sizes: tuple[int, ...]
     """Number of devices under each PCIe root complex. Devices are numbered one root complex after another."""
     host_link: Link = PCIE
-    """Link from host memory to a device. Devices under one PCIe root complex share its bandwidth."""
+    """Link from host memory to a device. Devices under one PCIe root complex share the bandwidth of this
+    link."""
 
     @property
     def name(self) -> str:

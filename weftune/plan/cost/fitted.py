@@ -38,7 +38,8 @@ class WindowPrediction:
     runs."""
 
     seconds: float | None
-    """Predicted seconds of the window. None if the time model was never fitted to measurements."""
+    """Predicted seconds of the window (a few global batches of every job). None if the time model was never
+    fitted to measurements."""
     peak_bytes: int
     error_bytes: int
     """Maximum number of bytes by which earlier measured peaks exceeded the prediction of the fitted memory

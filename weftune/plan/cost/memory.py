@@ -133,9 +133,9 @@ class MemoryModel:
     """Slack bytes: for temporaries, rounding by the allocator, and the logits of one chunk of rows. None
     selects the default."""
     spare_microbatches: int = SPARE
-    """Microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
+    """Number of microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
     first_only_bytes: int = 0
-    """Process memory that only the first worker needs, in bytes: that of the tokenizer and the data."""
+    """Bytes of process memory that only the first worker needs, for the tokenizer and the data."""
     host_budget_bytes: int = 0
     """Bytes of host memory that the run may use for an offloaded optimizer and for offloaded activations."""
     decoder_bytes: int = 0

@@ -1,4 +1,5 @@
-"""Correction factors of the memory model, fitted to the measured memory peaks of a run's windows.
+"""Correction factors of the memory model, fitted to the measured memory peaks of a run's windows (a few
+global batches of every job each).
 
 Non-negative least squares finds factors for adapter state, activations and slack (temporaries and rounding);
 the factors known before the run count like a measurement. The factor for the logits stays as profiled. The

@@ -15,8 +15,8 @@ TOLERANCE = 1e-12
 def solve_nnls(matrix: Array, target: Array) -> Array:
     """Return the non-negative least-squares solution by Lawson and Hanson's active-set method.
 
-    The method begins with all columns in the active set, which usually gives the solution at once. It
-    repeatedly removes columns whose value would become negative, and adds the column with the steepest
+    The method begins with all columns in the active set, which usually gives the solution at once. The method
+    then repeatedly removes columns whose value would become negative, and adds the column with the steepest
     descent.
 
     Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly

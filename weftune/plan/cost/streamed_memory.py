@@ -42,7 +42,7 @@ TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
 """Values per token that a layer holds for all rows during the backward of its attention, in addition to its
 input, if the rest of the layer is computed in tiles of rows. The two numbers are multiples of the hidden
 width and of the attention width, and include gradients, queries, keys, values, outputs and buffers of
-kernels. Measured on an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
+kernels. The values were measured on an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
 TILED_KEPT = 3.0
 """Number of values per token in the gradients and buffers of a layer that is computed in tiles of rows and
 keeps all other values from its forward, as a multiple of the attention width."""

@@ -176,7 +176,7 @@ class CostModel:
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
         """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        Its numbers of samples and supervised rows per token are assumed to be those of `typical_work`."""
+        The microbatch is assumed to have as many samples and supervised rows per token as `typical_work`."""
         return min(terms.tokens_within(seconds, typical_work) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:

@@ -89,8 +89,8 @@ def _best_change(
 
 
 class _Search:
-    """An exhaustive search over distributions of latencies to buckets. It skips distributions that cannot be
-    better than the best one found so far."""
+    """An exhaustive search over distributions of latencies to buckets. The search skips distributions that
+    cannot be better than the best one found so far."""
 
     def __init__(self, latencies: Sequence[float], initial_buckets: Buckets) -> None:
         self.latencies = latencies

@@ -69,7 +69,7 @@ them."""
 PROCESS_BYTES = 512 << 20
 """Bytes that a training process on a CPU is assumed to hold before anything is loaded, unless measured."""
 CPU_CHUNK_ROWS = 128
-"""Minimum rows of the chunks into which long samples may be cut on a CPU. It is small, since even a
+"""Minimum rows of the chunks into which long samples may be cut on a CPU. The number is small, since even a
 few rows keep a CPU busy."""
 MIN_ROWS = {False: 128, True: 1024}
 """Minimum rows to which microbatches of a pipeline may be limited, on a GPU (key True) and on a CPU (key

@@ -1,12 +1,12 @@
 """The search over ways to divide several devices among jobs: shares × replicas × stages × shards.
 
-A share is a part of the jobs that has its own workers. They hold replicas of the base; each replica is cut
-into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are dropped. The
-speed of the others is predicted (they are priced) for the first window, a few global batches, of the share
-that has the most work, since a run takes as long as its slowest share. Divisions are priced in the order of
-an optimistic bound on their speed, which assumes that no worker waits for another, until no other division
-can be faster. If layers are recomputed to make room for large microbatches, half of the token capacity is
-tried too.
+A share is a part of the jobs that has its own workers. The workers of a share hold replicas of the base; each
+replica is cut into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are
+dropped. The speed of the others is predicted (they are priced) for the first window, a few global batches, of
+the share that has the most work, since a run takes as long as its slowest share. Divisions are priced in the
+order of an optimistic bound on their speed, which assumes that no worker waits for another, until no other
+division can be faster. If layers are recomputed to make room for large microbatches, half of the token
+capacity is tried too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from weftune.plan.layout.choose import LayoutChoice
 
 AUTO = 0
-"""Placeholder for a number of shares, replicas, stages or shards that the planner is to choose."""
+"""Placeholder for a number of shares (parts of the jobs), replicas, stages or shards that the planner is to
+choose."""
 
 SAME_SPEED = 0.01
 """Relative difference in speed below which the simpler of two divisions of the devices is chosen."""
@@ -115,7 +116,8 @@ class WindowPrice:
     computing_fraction: float
     """Fraction of the time in which the devices compute."""
     seconds_without_link: float
-    """Predicted seconds of the window if transfers between devices took no time."""
+    """Predicted seconds of the window (a few global batches of every job) if transfers between devices took
+    no time."""
     recomputing_fraction: float
     """Fraction of the computing time that is spent on recomputing forwards in the backward."""
     peak_bytes: int
@@ -137,7 +139,7 @@ class Candidate:
     """Predicted tokens per second of all jobs together, if the run takes as long as the slowest share (part
     of the jobs)."""
     needs_bytes: int
-    """Peak bytes on the fullest device in the first window."""
+    """Predicted peak bytes on the fullest device in the first window (a few global batches of every job)."""
     idle_fraction: float
     """Fraction of the time of all devices of the machine in which they do not compute."""
     limited_by: str
@@ -365,8 +367,8 @@ class _HeaviestShare:
 
 
 class _Bounds:
-    """Upper bounds on the training speed with different divisions of the devices. They assume that no worker
-    waits for another, except while a pipeline fills and drains."""
+    """Upper bounds on the training speed with different divisions of the devices. The bounds assume that no
+    worker waits for another, except while a pipeline fills and drains."""
 
     def __init__(self, jobs: Sequence[JobShape], workload: Workload) -> None:
         self._jobs, self._workload = jobs, workload

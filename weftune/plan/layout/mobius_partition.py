@@ -1,10 +1,10 @@
 """Partition of layers into stages that are streamed from host memory or stay resident on a GPU (Mobius).
 
 The search is branch and bound over prefixes of a partition (its first stages), layer by layer, and starts
-with the best result of a local search. It is exact as long as no level has more prefixes than the search may
-examine, which is the case for up to eleven layers. Otherwise the most promising prefixes are kept, and the
-result includes a lower bound on the step time of any partition. The amount to prefetch is not searched:
-prefetching more is never slower, so each prefetch is as large as memory allows.
+with the best result of a local search. The result is optimal as long as no level has more prefixes than the
+search may examine, which is the case for up to eleven layers. Otherwise the most promising prefixes are kept,
+and the result includes a lower bound on the step time of any partition. The amount to prefetch is not
+searched: prefetching more is never slower, so each prefetch is as large as memory allows.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def file_device(device: StreamDevice) -> StreamDevice:
 
 @dataclass(frozen=True, slots=True)
 class LayoutDraft:
-    """A candidate for the layout of a streamed base: its stages, which of them are resident, and the slots.
-    The search compares many such candidates."""
+    """A candidate for the layout of a streamed base: its stages, which of them are resident, and the number
+    of slots (places for streamed stages in device memory). The search compares many such candidates."""
 
     layer_counts: tuple[int, ...]
     """Number of layers in each stage."""
@@ -245,7 +245,7 @@ class StreamCase:
     @cached_property
     def sum_seconds(self) -> float:
         """Seconds of the all-reduces over shards in the forward of one layer, for all tokens of a round (one
-        global batch of every job). Those of the backward take as long."""
+        global batch of every job). The all-reduces of the backward take as long."""
         if self.device.worker_link is None:
             return 0.0
         shape, rows = self.shape, self.memory.round_rows / self._pass_count

@@ -3,8 +3,8 @@
 Offloading makes room for more running jobs, for larger microbatches or for fewer recomputed layers. Jobs run
 in two alternating groups: the optimizer steps of one group use the link to the host during the forwards and
 backwards of the other. With many adapters and few tokens, the transfers take several times as long as these
-passes. It is then better to run fewer jobs at a time without offloading. A round is one global batch of every
-job.
+passes. In this case, it is better to run fewer jobs at a time without offloading. A round is one global batch
+of every job.
 """
 
 from __future__ import annotations

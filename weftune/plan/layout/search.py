@@ -26,8 +26,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of layers per stage that the search for the stages of a streamed base tries."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best candidate layouts that are improved by small changes. The best one of every kind, such
-as each number of slots, is improved too."""
+"""Number of the best candidate layouts that are improved by small changes. The best candidate of every kind,
+such as every number of slots (places for streamed stages), is improved too."""
 QUICK = 16
 """Maximum number of candidate layouts with which the search on one device starts."""
 CHANGES = 2000

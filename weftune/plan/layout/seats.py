@@ -1,10 +1,11 @@
 """Choice of the jobs that run together, as an assignment of seats. A job with a seat has room in memory and
 runs.
 
-Seats are assigned before a run and between windows, by priority; among equals, running jobs come before
-waiting jobs, and then jobs that are earlier in the jobs file. A job that does not fit in memory beside the
-jobs seated so far gets no seat, but smaller jobs behind it may. A running job is therefore preempted only if
-a job of higher priority is admitted, and jobs of equal priority never preempt each other.
+Seats are assigned before a run and between windows (a few global batches of every job each), by priority;
+among equals, running jobs come before waiting jobs, and then jobs that are earlier in the jobs file. A job
+that does not fit in memory beside the jobs seated so far gets no seat, but smaller jobs behind it may. A
+running job is therefore preempted only if a job of higher priority is admitted, and jobs of equal priority
+never preempt each other.
 
 A waiting job may be overtaken, but not forever: once `MAX_OVERTAKES` jobs that were behind it have been
 admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a

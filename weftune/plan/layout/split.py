@@ -78,9 +78,9 @@ def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:
 def share_jobs(
     seconds: Mapping[str, float], devices: int, sources: Mapping[str, str] | None = None
 ) -> tuple[DeviceShare, ...]:
-    """Divide the jobs among `devices` devices and return the share of each. `seconds` maps each job to its
-    predicted time. If a job starts from the adapter of another job, which `sources` names, both are in the
-    same share. A share is empty only if there are fewer jobs than devices.
+    """Divide the jobs among `devices` devices and return each device's share (part) of the jobs. `seconds`
+    maps each job to its predicted time. If a job starts from the adapter of another job, which `sources`
+    names, both are in the same share. A share is empty only if there are fewer jobs than devices.
 
     The longest jobs are assigned first, each to the device with the least time so far. Then jobs are moved
     and swapped while that makes the times more even. The largest time is at most 4/3 of the smallest

@@ -204,8 +204,8 @@ def _forecast_alternatives(
 
 
 def scale_to_window(forecast: Forecast, window_forecast: Forecast) -> Forecast:
-    """Return `forecast` with times and counts scaled to the number of tokens of `window_forecast`, the
-    forecast of a window."""
+    """Return `forecast` with times and counts scaled to the number of tokens in `window_forecast`, the
+    forecast of a window (a few global batches of every job)."""
     factor = window_forecast.tokens / forecast.tokens
     return replace(
         forecast,
@@ -250,11 +250,12 @@ def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShareOutlook:
-    """Forecast for a cluster in which every device holds the whole base and trains a share of the jobs."""
+    """Forecast for a cluster in which every device holds the whole base and trains a part (share) of the
+    jobs."""
 
     shares: tuple[DeviceShare, ...]
     parts: tuple[Prediction, ...]
-    """Predicted first window of each share of the jobs."""
+    """Predicted first window (a few global batches of every job) of each share (part) of the jobs."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -268,9 +269,9 @@ def share_outlook(
     devices: int,
     predict_share: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast for a cluster whose devices each train a share of the jobs. All shares take about
-    equally long; `seconds` maps each job to the predicted seconds of its training. `predict_share` predicts
-    the first window of the jobs of one share."""
+    """Return the forecast for a cluster whose devices each train a share (part) of the jobs. All shares take
+    about equally long; `seconds` maps each job to the predicted seconds of its training. `predict_share`
+    predicts the first window of the jobs of one share."""
     sources = {job.name: job.source_job for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [predict_share([job for job in jobs if job.name in share.jobs]) for share in shares]

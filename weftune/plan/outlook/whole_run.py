@@ -85,5 +85,6 @@ def job_ends(
 
 
 def rounds_at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
-    """Return a function that computes the seconds of a round in proportion to its tokens."""
+    """Return a function that computes the seconds of a round (one global batch of every job) in proportion to
+    the tokens of the round."""
     return lambda names: sum(totals[name].tokens for name in names) / tokens_per_second

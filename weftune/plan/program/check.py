@@ -56,9 +56,9 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     Evaluate, Score and Save follow the step that they name. A streamed stage is used between its Load and its
     Evict. The chunks of a sample run forward in order and backward in reverse.
 
-    Overlap: all half layers of a microbatch run before its Forward, in order, and again before its Backward,
-    in reverse. At most two microbatches that overlap are in flight. The layers are in one stage and one
-    replica.
+    Overlap: all half layers (attentions and feed-forwards) of a microbatch run before its Forward, in order,
+    and again before its Backward, in reverse. At most two microbatches that overlap are in flight. The layers
+    are in one stage and one replica.
 
     Several devices: every Send has its Recv, in the same order on both devices. A Reduce (sum over devices)
     waits for the Reduce of the next device, and a Step for the Step of the previous device. At the end of the
@@ -218,7 +218,8 @@ class _DeviceCheck:
             self._inherit(number, one)
 
     def _inherit(self, number: int, progress: Inherited) -> None:
-        """Add a microbatch that the previous window has begun, with its progress on this device."""
+        """Add a microbatch that the previous window (a few global batches of every job) has begun, with the
+        passes that this device has run for it."""
         stages = len(self.homes)
         if progress.replica != self.replica:
             return
@@ -480,9 +481,9 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that each microbatch with rows runs on every stage of exactly one replica. For an inherited
-    microbatch, some stages ran in the previous window; if this window hands over, some may be left to the
-    next window."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica. For a microbatch
+    inherited from the previous window, some stages ran there; if this window hands over unfinished batches,
+    some stages may be left to the next window."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):

@@ -1,7 +1,7 @@
 """Layouts of a base on devices: its stages, their workers, and which stages are resident or streamed.
 
 With N workers, stage j belongs to worker j mod N. A stage that is not resident is streamed: its weights are
-in host memory and are loaded into a slot of its worker's device when they are needed.
+in host memory and are loaded into a slot (a place for one stage) on its worker's device when they are needed.
 """
 
 from __future__ import annotations

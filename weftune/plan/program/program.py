@@ -389,11 +389,11 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """Progress of a microbatch that the previous window has left unfinished. The input of the microbatch's
-    next pass is already on the device that runs this pass."""
+    """Progress of a microbatch that the previous window (a few global batches of every job) has left
+    unfinished. The input of the microbatch's next pass is already on the device that runs this pass."""
 
     number: int
-    """Index of the microbatch in the Program of the window before."""
+    """Index of the microbatch in the Program of the previous window."""
     forwards: int
     """Number of stages that have run the forward of the microbatch, counted from the first stage."""
     backwards: int
@@ -449,10 +449,11 @@ class Program:
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
     inherited: tuple[Inherited, ...] = ()
-    """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
+    """Progress of the first microbatches, which belong to global batches that the previous window left
+    unfinished."""
     hands_over: bool = False
-    """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
-    at its end."""
+    """Whether the program may leave global batches unfinished for the next program. Otherwise no microbatch
+    is in flight at its end."""
     half_layer_count: int = 0
     """Number of half layers (attentions and feed-forwards) of each pass that overlaps with the pass of
     another microbatch. 0 if no pass does."""
@@ -482,7 +483,7 @@ class Program:
         return tuple(replica * self.devices_per_replica + device for device in self.stages)
 
     def stages_at_start(self, device: int) -> set[int]:
-        """Return the stages whose weights are on the device at the start of the window."""
+        """Return the indices of the stages whose weights are on the device at the start of the program."""
         loads_first: dict[int, bool] = {}
         for action in self.devices[device]:
             if isinstance(action, Streaming):
@@ -623,4 +624,4 @@ class Program:
 
 
 class IllegalProgram(AssertionError):
-    """Raised for an invalid Program. This is always a bug in Weftune, never an error of the user."""
+    """Raised for an invalid Program. The cause is always a bug in Weftune, never an error of the user."""

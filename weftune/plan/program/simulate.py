@@ -4,13 +4,13 @@ Each device has five lanes that overlap: compute, send, receive, load and sum. A
 and load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage.
 A Send waits for its pass, for the send lane of its device and for the receive lane of the other. Received
 data stays in memory until it is used. A Load begins once the preceding compute action in the list has begun.
-A Reduce waits for the Reduce of the next device, and a Step for the Step of the previous one. Their messages
-are small, so they take only the latency of the link and occupy no lane. Gradients that replicas exchange take
-the time of their size, and occupy no lane either. Sums over shards (all-reduces) occupy the compute lane:
-each list of actions stands for all shards of its layers, which wait for every sum together. A gradient is
-summed over shards at its first Reduce, or at its Step if there is none. Only the sum that follows a half
-layer (see `ForwardHalf`) occupies the sum lane instead, and the next action of the same microbatch waits for
-it.
+A Reduce (sum over devices) waits for the Reduce of the next device, and a Step for the Step of the previous
+device. The messages of both are small, so they take only the latency of the link and occupy no lane.
+Gradients that replicas exchange take the time of their size, and occupy no lane either. Sums over shards
+(all-reduces) occupy the compute lane: each list of actions stands for all shards of its layers, which wait
+for every sum together. A gradient is summed over shards at its first Reduce, or at its Step if there is none.
+Only the sum that follows a half layer (an attention or a feed-forward, see `ForwardHalf`) occupies the sum
+lane instead, and the next action of the same microbatch waits for it.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class _Simulation:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
         self.inherited_arrivals: list[set[Arrival]] = [set() for _ in program.devices]
-        """For each device, the keys of the inputs of passes that arrived before the window."""
+        """For each device, the keys of the inputs of passes that arrived before the program started."""
         for number, one in enumerate(program.inherited):
             if (arrival := one.arrival(len(program.stages))) is not None:
                 home = program.stage_devices(one.replica)[arrival[0]]
@@ -274,8 +274,9 @@ class _Simulation:
             end()
 
     def initial_bytes(self, device: int) -> int:
-        """Return the bytes in use on a device at the start of the window: the weights of the stages that are
-        on it, and the kept activations and arrived inputs of inherited microbatches."""
+        """Return the bytes in use on a device at the start of the program: the weights of the stages on the
+        device, and the kept activations and arrived inputs of microbatches that the previous program left
+        unfinished."""
         weights = sum(map(self._weight_bytes, self.program.stages_at_start(device)))
         stages = range(len(self.program.stages))
         kept = sum(

@@ -51,7 +51,8 @@ class Work:
     by_replica: tuple[tuple[int, ...], ...] = ()
     """For each replica, the indices of its new microbatches in their preferred order."""
     inherited: tuple[Inherited, ...] = ()
-    """Progress of the first microbatches, which the previous window left unfinished, through the stages."""
+    """Progress through the stages of the first microbatches, which the previous window (a few global batches
+    of every job) left unfinished."""
 
     @property
     def filled_microbatches(self) -> list[int]:
@@ -122,7 +123,8 @@ def cut_long_samples(work: Work, rows: int, square_cost: float = 0.0) -> Work:
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
-    """Return the GPipe order: all forwards of a round (at most one batch of each job), then its backwards."""
+    """Return the GPipe order: all forwards of a round (at most one global batch of each job), then all
+    backwards of the round."""
     lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
@@ -274,7 +276,7 @@ def device_actions(
 
 def arrived_inputs(work: Work, stages: int) -> set[Arrival]:
     """Return the keys of the inputs that devices received in the previous window, for the next passes of the
-    microbatches that it left unfinished."""
+    microbatches that this window left unfinished."""
     arrivals = ((number, one.arrival(stages)) for number, one in enumerate(work.inherited))
     return {(number, *arrival) for number, arrival in arrivals if arrival is not None}
 
@@ -316,8 +318,8 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
 def _insert_steps(
     work: Work, actions: Iterable[Action], device: int, stages: Sequence[int]
 ) -> Iterable[Action]:
-    """Yield the actions of a device together with the optimizer steps (Steps) of all batches. A Step follows
-    the last Backward of its batch, or is at the start if that Backward is in the previous window.
+    """Yield the actions of a device together with the optimizer steps (Steps) of all global batches. A Step
+    follows the last Backward of its batch, or is at the start if the previous window ran that Backward.
 
     With several devices, a Reduce (a sum over devices) comes between that Backward and the Step. On all
     devices but the first, the Step is as late as possible, before the job's next Forward or at the end, so

@@ -1,9 +1,9 @@
 """Speeds ("paces") of stages and windows, and the predicted timeline and number of rounds of a window.
 
-A round is one global batch of every job. A window has only as many rounds as are predicted to end soon, since
-jobs join, leave and are interrupted between windows. The prediction uses the pace that the run has recorded
-or, at first, a profile or data sheet. It never uses the clock, so a resumed run plans the same windows as an
-uninterrupted one.
+A window is the part of a run that is planned at a time, and a round is one global batch of every job. A
+window has only as many rounds as are predicted to end soon, since jobs join, leave and are interrupted
+between windows. The prediction uses the pace that the run has recorded or, at first, a profile or data sheet.
+The clock is never used, so a resumed run plans the same windows as an uninterrupted one.
 
 Workers wait for one another, and time lost in a slow pass is not regained in a quick one. Timelines that are
 predicted from mean times therefore have too few bubbles (idle times), and other timelines are predicted with
@@ -230,7 +230,7 @@ class WindowPace:
     row_seconds: float = 0.0
     """Seconds per trained row."""
     round_seconds: float = 0.0
-    """Minimum duration of a round in seconds, for example to load all stages."""
+    """Minimum seconds per round (one global batch of every job), for example to load all streamed stages."""
 
 
 def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:

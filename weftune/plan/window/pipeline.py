@@ -81,13 +81,14 @@ class PipelineOrder(StrEnum):
 
 
 CUT_ORDERS = PipelineOrder.multi_job, PipelineOrder.alternating
-"""Orders of passes in which a window can begin and end with microbatches in flight."""
+"""Orders of passes with which a window (a few global batches of every job) can begin and end while
+microbatches are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """Rules for planning a window of a pipeline: capacity, speeds of the stages, order of passes, and
-    limits."""
+    """Rules for planning a window of a pipeline (a few global batches of every job): token capacity, speeds
+    of the stages, order of passes, and limits."""
 
     capacity: int
     paces: tuple[StagePace, ...]
@@ -97,7 +98,7 @@ class PipelineRules:
     recompute: Recompute = NOTHING
     spare_microbatches: int = 0
     """Number of microbatches in flight in addition to those of the 1F1B schedule, on all stages but the last.
-    They reduce waits if links are slow or pass times vary."""
+    Such microbatches reduce waits if links are slow or pass times vary."""
     replicas: int = 1
     """Number of copies of all stages, among which every global batch is divided. Several replicas always run
     in the multi-job order (each device runs whichever pass is ready), since no other order is predicted for
@@ -141,12 +142,12 @@ def plan_pipeline(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return a checked program that finishes the `inherited` batches of the previous window and trains the
-    jobs' new batches up to the first evaluation.
+    """Return a checked program that finishes the `inherited` global batches, which the previous window left
+    unfinished, and trains the jobs' new batches up to the first evaluation.
 
     With `hands_over`, the last batches are left unfinished, so that the pipeline does not drain between two
     windows, unless a job evaluates at the end. Without new batches, the program only finishes the inherited
-    ones.
+    batches.
     """
     step = {window.job: window.step for window in windows}
     starting_windows = [window for window in windows if window.begins_run]
@@ -221,8 +222,8 @@ def _plan_training(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return the program that trains the batches and finishes the inherited ones. Long samples are whole or
-    cut into chunks, whichever is faster in the simulator."""
+    """Return the program that trains the batches and finishes the inherited batches. Long samples are whole
+    or cut into chunks, whichever is faster in the simulator."""
     whole = _plan_whole(batches, windows, rules, inherited, hands_over)
     if not batches or not rules.cuts_samples:
         return whole.program
@@ -429,8 +430,8 @@ def _plan_cut(
 
 
 def window_seconds(program: Program, prices: Prices) -> float:
-    """Return the simulated seconds of a window. If the window leaves passes to the next window, their time is
-    included as if no device waited during these passes."""
+    """Return the simulated seconds of a window (a few global batches of every job). If the window leaves
+    passes to the next window, their time is included as if no device waited during these passes."""
     timeline = simulate(program, prices, PricedCluster(len(program.devices)))
     if not program.hands_over:
         return timeline.makespan
@@ -493,8 +494,8 @@ def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfin
     every job each).
 
     In the first order, groups with unfinished batches come last, in the order of their last microbatches. The
-    second order is returned only if batches are inherited from the previous window. It divides the jobs into
-    equally many new groups, each of jobs that may begin at about the same time.
+    second order is returned only if batches are inherited from the previous window. This order divides the
+    jobs into equally many new groups, each of jobs that may begin at about the same time.
     """
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
@@ -554,8 +555,8 @@ def divide_into_microbatches(
 
 
 def _group_rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
-    """Return rounds, each with the samples of one batch of every job of a group. The groups alternate.
-    Samples of more than `max_tokens` tokens count as `max_tokens`."""
+    """Return rounds, each of which contains the samples of one global batch of every job of a group. The
+    rounds of the groups alternate. Samples of more than `max_tokens` tokens count as `max_tokens`."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)

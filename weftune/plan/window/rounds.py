@@ -39,15 +39,17 @@ class JobWindow:
 
     job: str
     step: int
-    """Last step that was executed before the window."""
+    """Number of the last optimizer step that the job made before the window."""
     batches: tuple[GlobalBatch, ...]
     evaluation: tuple[PlacedSample, ...]
     evaluation_steps: frozenset[int]
     save_steps: frozenset[int]
     begins_run: bool = False
-    """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
+    """Whether the job starts in this window, so that it may evaluate and save before its first global
+    batch."""
     scored_samples: tuple[PlacedSample, ...] = ()
-    """Samples whose log-probabilities are computed with the job's current weights, before any batch."""
+    """Samples whose log-probabilities are computed with the job's current weights, before any batch is
+    trained."""
     mismatched: tuple[PlacedSample, ...] = ()
     """Mismatched samples (prompts with the answers of other prompts), whose log-probabilities are computed
     before each evaluation, for the KL term of the evaluated loss."""
@@ -313,9 +315,9 @@ def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator
     """Yield (stage, actions) for each time that a worker runs a stage in a round (one global batch of every
     job).
 
-    Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
-    stages in reverse order, and finally the other passes without backward. The last stage of the base runs
-    each backward right after its forward.
+    Score passes (which compute log-probabilities) come first, then forwards through the worker's stages, then
+    backwards and Steps (optimizer steps) through the stages in reverse order, and finally the other passes
+    without backward. The last stage of the base runs each backward right after its forward.
     """
     yield from _forward_visits(runs.runs_before_training, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained_microbatches]

@@ -17,8 +17,8 @@ from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """Optional mechanisms of planning windows, such as cutting long samples into chunks. Each can be disabled
-    to compare plans; none changes the results of training."""
+    """Optional mechanisms of planning windows (a few global batches of every job each), such as cutting long
+    samples into chunks. Each can be disabled to compare plans; none changes the results of training."""
 
     order: PipelineOrder | None = None
     """Schedule of a pipeline. None selects the one that is fastest in the simulator."""
