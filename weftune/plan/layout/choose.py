@@ -72,8 +72,8 @@ CPU_CHUNK_ROWS = 128
 """Minimum rows of the chunks into which long samples may be cut on a CPU. The number is small, since even a
 few rows keep a CPU busy."""
 MIN_ROWS = {False: 128, True: 1024}
-"""Minimum rows to which microbatches of a pipeline may be limited, on a GPU (key True) and on a CPU (key
-False)."""
+"""Smallest maximum of rows per microbatch that the planner of a pipeline tries, on a GPU (key True) and on a
+CPU (key False)."""
 MAX_TOKENS = {False: 1024, True: 8192}
 """Default maximum of tokens per microbatch, on a GPU (key True) and on a CPU (key False)."""
 
@@ -122,9 +122,11 @@ class Machine:
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
-    """FLOP/s of each GPU if there are several. None if they are unknown, or if there is only one device."""
+    """FLOP/s of each GPU if there are several. None if the FLOP/s are unknown, or if there is only one
+    device."""
     profile: Profile | None = None
-    """Measured profile of the device, used to cut stages and to predict the times of a single worker."""
+    """Measured profile of the device, used to divide the layers into stages and to predict the times of a
+    single worker."""
     worker_profile: Profile | None = None
     """Profile of the device, measured with as many threads as each of several workers has."""
     measure_gpu: Callable[[int, int, int], StreamDevice] = _refuse_unmeasured_device
@@ -217,8 +219,8 @@ class LayoutChoice:
     """Maximum number of global batches of each job per window, the part of a run that is planned at a
     time."""
     cost_model: CostModel | None = None
-    """Time model of a single worker, computed from its profile. None without a profile or with several
-    workers."""
+    """Time model of a single worker, computed from the profile (measurements) of its device. None without a
+    profile or with several workers."""
     first_pass_seconds: float = 0.0
     """Additional seconds of the first pass of a single worker. 0 with several workers."""
     step_wait: Rate = NO_TIME
@@ -305,7 +307,7 @@ class LayoutChoice:
 def choose_layout(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload | None = None
 ) -> LayoutChoice:
-    """Choose how these jobs run on this machine: layout, token capacity and memory model.
+    """Return how these jobs should run on this machine: layout, token capacity and memory model.
 
     Numbers of workers that are `AUTO` in `machine` are chosen by speeds that are predicted from `workload`,
     which must then be given. Raise PlanError if a job does not fit even alone, or if a job generates answers
@@ -488,7 +490,7 @@ def _more_jobs_reason(
 ) -> str:
     """Return the reason for offloading the optimizer to admit more jobs, as the rest of a sentence after
     `since`. Return an empty string if offloading is not worthwhile. `memory` is the memory model with the
-    optimizer offloaded, and `attached_jobs` are the jobs that it admits."""
+    optimizer offloaded, and `attached_jobs` are the jobs that fit with this model."""
     too_large = {job.name for job in jobs if resident_choice.memory.misfit_reason([job]) is not None}
     only_so = any(memory.misfit_reason([job]) is None for job in jobs if job.name in too_large)
     if not only_so and len(attached_jobs) <= len(resident_choice.attached_jobs):
@@ -512,7 +514,7 @@ def _faster_step_reason(
     device: Callable[[], StreamDevice],
 ) -> str:
     """Return the reason why a step of all jobs is faster with the optimizer offloaded, as the rest of a
-    sentence after `since`. Return an empty string if it is not faster."""
+    sentence after `since`. Return an empty string if the step is not faster."""
     max_tokens = resident_choice.machine.max_tokens
     if (
         not would_more_memory_help(resident_choice.memory, jobs, max_tokens)
@@ -535,8 +537,8 @@ def _faster_step_reason(
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
     """Return the layout for streaming the base to one device, or None if streaming is disabled or not needed.
-    On a GPU, it is needed only if some job cannot train alone without it; on an emulated device, only if the
-    jobs that run together cannot."""
+    On a GPU, streaming is needed only if some job cannot train alone without it; on an emulated device, only
+    if all jobs that run together cannot."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -732,7 +734,8 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 
 def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Return the jobs that run together from the start, selected as the scheduler selects them."""
+    """Return the jobs that run together from the start, selected by the rules of the scheduler: in the order
+    of priority, as many as fit in memory."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = find_misfits(first, memory.misfit_reason)

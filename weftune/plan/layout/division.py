@@ -157,7 +157,7 @@ class DivisionSpace:
     stages: Sequence[int]
     shards: Sequence[int]
     capacity: int | None
-    """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
+    """Maximum tokens per microbatch that the user has requested. None lets the search choose the maximum."""
     may_overlap: bool = False
     """Whether divisions may be tried in which the all-reduces over shards of one microbatch overlap with the
     computation of another."""
@@ -167,7 +167,7 @@ class DivisionSpace:
         return self.capacity is None
 
     def divisions(self, devices: int) -> Iterator[Division]:
-        """Yield all divisions in this space that need at most `devices` devices."""
+        """Yield all divisions of the devices in this space that need at most `devices` devices."""
         pairs = [(stages, shards) for stages in self.stages for shards in self.shards]
         for shares, replicas in product(self.shares, self.replicas):
             left = devices // (shares * replicas)

@@ -1,4 +1,5 @@
-"""Mapping of stages to GPUs such that few simultaneous uploads share a root complex (Mobius, section 3.3).
+"""Mapping of stages to GPUs such that few simultaneous uploads share a PCIe root complex (Mobius, section
+3.3).
 
 A mapping is an order of the N GPUs: stage j runs on the GPU at position j mod N. GPUs under the same PCIe
 root complex share its bandwidth from the host.
@@ -90,7 +91,7 @@ def _assign_gpus(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 def _proximity(gpus: int, stages: int) -> list[list[float]]:
     """Return a symmetric matrix over the positions in the order of the GPUs: for every two positions, the sum
-    of 1 / distance over all pairs of stages of which one runs at each position."""
+    of 1 / distance over all pairs of stages of which one runs at the first and one at the second position."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
         if early % gpus != late % gpus:

@@ -35,8 +35,8 @@ attributed to rounding errors."""
 
 @dataclass(frozen=True, slots=True)
 class StreamedPartition:
-    """A partition of the layers, its predicted step time in seconds, and a lower bound on the step time of
-    any partition."""
+    """A partition of the layers into streamed and resident stages, its predicted step time in seconds, and a
+    lower bound on the step time of any partition."""
 
     partition: StreamPartition
     seconds: float
@@ -268,8 +268,8 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds. Later
-    stages take up memory and can therefore only increase these times."""
+    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds.
+    Stages that are added later take up memory and can therefore only increase these times."""
 
     stage: StageCost
     is_resident: bool

@@ -21,8 +21,8 @@ from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
-"""Slack bytes on a GPU: for temporaries, rounding by the allocator, and one chunk of logits with its
-gradient."""
+"""Slack bytes on a GPU for a streamed base: for temporaries, rounding by the allocator, and the logits of one
+chunk of rows with their gradient."""
 ASKING_SECONDS = 4e-3
 """Seconds that Python takes to launch the dozens of GPU kernels of one pass over one layer. The value was
 estimated from training with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were
@@ -61,7 +61,7 @@ class StreamDevice:
     backward_ratio: float = 1.0
     """Time of a layer's backward relative to its forward."""
     slack_bytes: int
-    """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk."""
+    """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk of rows."""
     resident_slack_bytes: int | None = None
     """Device bytes for temporaries, rounding by the allocator, and logits if the whole base is on the device.
     None selects `slack_bytes`, the slack of a streamed base."""
@@ -123,8 +123,8 @@ class LayoutDraft:
     """Number of layers in each stage."""
     resident_stages: tuple[bool, ...]
     slot_counts: tuple[int, ...]
-    """Number of slots (places for a streamed stage) on each worker's device. Slots that exceed the number of
-    the worker's streamed stages take no memory."""
+    """Number of slots (places for a streamed stage) on each worker's device. Slots in excess of the worker's
+    streamed stages take no memory."""
 
     @property
     def streamed_layers(self) -> int:
@@ -152,7 +152,7 @@ def draft_from_layout(layout: Layout) -> LayoutDraft:
 @dataclass(frozen=True)
 class StreamCase:
     """The problem of streaming a base with its jobs to identical devices, one per worker, with a token
-    capacity of microbatches. A search finds the best stages for it.
+    capacity of microbatches. A search finds the stages with which training is fastest.
 
     On one device, adapters may be streamed together with their stage (`adapters_travel`), and inputs of
     stages may be offloaded to host memory until their backward (`offloads_inputs`).
@@ -170,8 +170,8 @@ class StreamCase:
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """Streaming problems of the jobs that are admitted later, each with one job alone. The stages that are
-    found must fit in memory for all of them."""
+    """Streaming problems of the jobs that are admitted later, each with one job alone. The chosen stages must
+    fit in memory for all of these problems."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (

@@ -101,10 +101,10 @@ def is_offloading_worthwhile(
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
 
-    `memory` is the memory model with the optimizer offloaded, `resident_memory` without. The time of one step
-    of all jobs, which run in as few groups as memory allows, is compared with and without offloading. The
-    result is True if offloading is not much slower. Microbatches have at most `tokens` tokens. Each job must
-    fit alone.
+    `memory` is the memory model with the optimizer offloaded, `resident_memory` the model without offloading.
+    The time of one step of all jobs, which run in as few groups as memory allows, is compared with and
+    without offloading. The result is True if offloading is not much slower. Microbatches have at most
+    `tokens` tokens. Each job must fit alone.
     """
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
     waiting = sum(

@@ -23,7 +23,7 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Numbers of layers per stage that the search for the stages of a streamed base tries."""
+"""Numbers of layers per stage that are tried in the search for the stages of a streamed base."""
 SLOTS = range(1, 5)
 STARTS = 4
 """Number of the best candidate layouts that are improved by small changes. The best candidate of every kind,
@@ -54,7 +54,8 @@ class EvaluatedDraft:
     excess_bytes: int
     """Bytes by which the layout exceeds the available memory."""
     seconds: float
-    """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
+    """Predicted seconds of a round (one global batch of every job), or infinity if the layout does not fit in
+    memory."""
 
     @property
     def sort_key(self) -> tuple[int, float]:
@@ -235,9 +236,9 @@ def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with the partition that Mobius's search finds. If the slots (places for
-    streamed stages) leave too little memory for the resident stages of this partition, some of these are
-    streamed."""
+    """Yield candidate layouts with the partition that is fastest by the Mobius paper's time formula. If the
+    slots (places for streamed stages) leave too little memory for the resident stages of this partition, some
+    of these are streamed."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = search_partition(
@@ -254,8 +255,8 @@ def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
 
 
 def _stream_stages_until_fit(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
-    """Return the layout with so few resident stages that it fits on the device. The middle one of the
-    resident stages becomes streamed, repeatedly."""
+    """Return the layout with so few resident stages that it fits on the device. As long as it does not fit,
+    the middle one of the resident stages becomes streamed."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
         stay = [number for number, stays in enumerate(draft.resident_stages) if stays]
         draft = _toggle_resident(draft, stay[len(stay) // 2])

@@ -29,7 +29,7 @@ class JobWork:
     batches: tuple[GlobalBatch, ...]
     """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
-    """Number of remaining evaluations."""
+    """Number of remaining evaluations on held-out samples."""
     held_out_samples: tuple[PlacedSample, ...] = ()
     """Held-out samples of each evaluation."""
 

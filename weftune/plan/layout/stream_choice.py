@@ -37,7 +37,8 @@ class HostState:
     """Flags for the data that host memory holds in addition to the weights of layers."""
 
     adapters_travel: bool
-    """Whether adapters are kept in host memory and loaded together with their stage."""
+    """Whether adapters are kept in host memory and loaded together with the stage (layers) that they belong
+    to."""
     offloads_inputs: bool
     """Whether inputs of stages are kept in host memory between their forward and their backward."""
 
@@ -70,7 +71,8 @@ class StreamChoice:
     """Whether streamed weights stay in their files and are read from there in every round (one global batch
     of every job)."""
     is_resident: bool = False
-    """Whether the base fits without streaming; `layout` is then one resident stage."""
+    """Whether the base fits on the device without streaming; `layout` then has one stage, which stays
+    there."""
 
 
 def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder_bytes: int = 0) -> bool:
@@ -83,7 +85,7 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder
 def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> StreamChoice:
-    """Choose how to stream the base to one device for as many jobs as fit together, in the order of
+    """Return how to stream the base to one device for as many jobs as fit together, in the order of
     admission. If possible, the choice also allows each remaining job to train alone later. Raise PlanError if
     nothing fits."""
     ordered = order_for_seats(jobs)
@@ -112,7 +114,7 @@ def choose_stream(
     states: Sequence[HostState] = HOST_STATES,
     waiting_jobs: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Choose how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
+    """Return how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
     (one global batch of every job) has `round_tokens`. Each of the `waiting_jobs` jobs, which are admitted
     later, must fit alone.
 
@@ -290,13 +292,13 @@ def choose_for_workers(
     max_tokens: int,
     unstreamed_bytes: int,
 ) -> StreamChoice:
-    """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
-    `later_jobs` jobs fits alone with the same stages. If `shape` is that of a shard, each of the `workers` is
-    a group of workers that hold the shards of its stages.
+    """Return the fastest way found to stream the base to several workers for these jobs together, with stages
+    with which each of `later_jobs` fits alone. If `shape` is that of a shard, each of the `workers` is a
+    group of workers that hold the shards of its stages.
 
     `device` describes the device of every worker and the host memory that all workers share. Microbatches
     have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
-    nothing were streamed; it is only used in the reason. Raise PlanError if nothing fits.
+    nothing were streamed; this number is only used in the reason. Raise PlanError if nothing fits.
     """
     assert jobs, "there is nothing to train"
 

@@ -1,8 +1,8 @@
 """Prediction of a run's start: its layout, the jobs that run together, and the time and memory of the first
 window (a few global batches of every job).
 
-`weftune plan` prints this prediction, and `weftune train` records it before it begins. Both use the same
-choice and the same planner, so that the two predictions can be compared.
+`weftune plan` prints this prediction, and `weftune train` records it before training begins. Both commands
+use the same choice and the same planner, so that the two predictions can be compared.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _price_program(
     choice: LayoutChoice, shapes: Mapping[str, JobShape]
 ) -> Callable[[Program], float | None] | None:
     """Return a function that simulates a program on several workers and returns its seconds. Return None for
-    one worker, since its time model needs no simulation."""
+    one worker, whose time model needs no simulation."""
     if choice.layout.workers * choice.layout.replicas * choice.layout.shards == 1:
         return None
     return partial(choice.predict_seconds, shapes=shapes)

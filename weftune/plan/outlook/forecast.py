@@ -27,8 +27,8 @@ alone."""
 FEW_ROUNDS = 2
 """Number of global batches per job in forecasts of alternative ways to run the jobs."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
-"""A function that returns a job's part of the first window, given the name of the job, its number of global
-batches, and whether the window begins with the job's evaluation."""
+"""A function that returns a job's part of the first window (a few global batches of every job), given the
+name of the job, its number of global batches, and whether the window begins with the job's evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

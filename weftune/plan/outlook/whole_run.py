@@ -14,7 +14,7 @@ EVALUATION_COST = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotal:
-    """Totals of the whole training of a job."""
+    """Totals of the whole training of a job: steps, tokens and bytes."""
 
     steps: int
     tokens: float
@@ -33,7 +33,7 @@ class WholeRun:
     end_seconds: Mapping[str, float]
     """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
-    """Bytes that the run needs on the fullest device."""
+    """Predicted bytes that the run needs on the fullest device."""
     budget_bytes: int
 
     @property

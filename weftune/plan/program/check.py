@@ -47,8 +47,8 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
 
     Samples: every sample of a global batch is trained exactly once, at its own offset, either whole or in
     chunks that are alone in their microbatches. Samples of a group are in one microbatch. A sample is
-    evaluated or scored at most once per step. A microbatch stays within the capacity and has one segment per
-    job.
+    evaluated or scored (its log-probability is computed) at most once per step. A microbatch stays within the
+    capacity and has one segment per job.
 
     Every device: a Forward follows the arrival of its input from the previous stage. A Backward follows its
     Forward and the arrival of its gradient from the next stage. A Step follows every Backward of its batch
@@ -246,7 +246,7 @@ class _DeviceCheck:
 
     def _check_handover(self) -> None:
         """Check that this device and all others agree on how many passes of every microbatch have run by the
-        end of the window."""
+        end of the program."""
         program, stages = self.program, len(self.homes)
         in_flight: set[tuple[int, int]] = set()
         arrived: set[Recv] = set()
@@ -607,8 +607,8 @@ class _TransportCheck:
                 raise AssertionError(f"{action} waits for no device")
 
     def _record_action(self, device: int, action: Action) -> bool:
-        """Record that an action has run, with the messages that it sends. Return False if the action still
-        waits for another device."""
+        """Run an action in the check and record the message that it sends. Return False, without recording
+        anything, if the action still waits for another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)

@@ -2,7 +2,7 @@
 their microbatches, which the next window inherits.
 
 Between two windows no message is in transit, and every optimizer step (Step) that one device has executed has
-been executed by all of them. The progress of a microbatch is therefore given by two numbers: how many stages
+been executed by all devices. The progress of a microbatch is therefore given by two numbers: how many stages
 have run its forward, and how many its backward.
 """
 
@@ -26,12 +26,13 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The global batches that a window leaves unfinished, with their microbatches."""
+    """The global batches that a window (a few global batches of every job) leaves unfinished, with their
+    microbatches."""
 
     batches: tuple[GlobalBatch, ...] = ()
     microbatches: tuple[MicrobatchPlan, ...] = ()
-    """All microbatches of the unfinished batches. Those that have begun come first, replica by replica, in
-    the order in which they began."""
+    """All microbatches of the unfinished batches. Microbatches that have begun come first, replica by
+    replica, in the order in which they began."""
     progress: tuple[Inherited, ...] = ()
     """Progress of each unfinished microbatch through the stages."""
     capacity: int = 0

@@ -51,7 +51,8 @@ def offloaded_inputs(stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a base on the devices of its workers."""
+    """How a base runs on the devices of its workers: its stages and their workers, replicas and shards, and
+    what is kept in host memory."""
 
     stages: tuple[StageLayers, ...]
     slot_counts: tuple[int, ...] = (0,)
@@ -124,7 +125,8 @@ class Layout:
 
     @property
     def offloads_inputs(self) -> bool:
-        """Whether inputs of stages are kept in host memory until their backward."""
+        """Whether inputs of stages are kept in host memory between the forward and the backward of the
+        stage."""
         return self.offloaded_rows > 0
 
     def for_worker(self, worker: int) -> WorkerLayout:

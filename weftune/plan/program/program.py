@@ -49,7 +49,7 @@ class JobStepKey(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
     """A sample of a global batch, or one chunk of a sample: its index, its length in tokens, and its offset,
-    the number of tokens before it in the batch."""
+    which is the number of tokens before it in the global batch."""
 
     sample: int
     length: int
@@ -64,7 +64,7 @@ class PlacedSample:
 
     @property
     def sample_offset(self) -> int:
-        """Number of tokens before the whole sample in its batch, which identifies the sample."""
+        """Number of tokens before the whole sample in its global batch. This number identifies the sample."""
         return self.offset - (self.chunk_start or 0)
 
     @property
@@ -210,7 +210,7 @@ class MicrobatchPlan:
 
     @property
     def chunk(self) -> PlacedSample | None:
-        """The chunk that the microbatch consists of, or None if its samples are whole."""
+        """The chunk of a sample that the microbatch consists of, or None if its samples are whole."""
         found = [one for segment in self.segments for one in segment.samples if one.chunk_start is not None]
         return found[0] if found else None
 
@@ -288,7 +288,7 @@ class ForwardHalf:
     stage: int
     index: int
     """Index of the half layer in the stage. The attention of a layer has an even index and its feed-forward
-    the next odd one."""
+    the next odd index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ class BackwardHalf:
     """The backward of half a layer, which is its attention or its feed-forward, on shards of the layer.
 
     The gradient of its input is summed over the shards while the device continues with the next action. Half
-    layers run in reverse order. The Backward that follows the last one computes the rest of the pass.
+    layers run in reverse order. The Backward that follows the last half layer computes the rest of the pass.
     """
 
     microbatch: int
@@ -444,7 +444,7 @@ class Program:
     devices: tuple[tuple[Action, ...], ...]
     """Actions of each device in order; with replicas, devices are ordered replica by replica."""
     stages: tuple[int, ...] = (0,)
-    """Device of each stage, in the first replica."""
+    """Index of each stage's device, in the first replica."""
     recompute: Recompute = NOTHING
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
@@ -517,8 +517,8 @@ class Program:
         return sample
 
     def supervised_token_count(self, segment: JobStepKey) -> int:
-        """Return the number of supervised tokens of a segment's whole global batch, by which its loss is
-        divided."""
+        """Return the number of supervised tokens of a segment's whole global batch, by which the segment's
+        loss is divided."""
         return self.batch(segment.job, segment.step).supervised_tokens
 
     def supervised_tokens_by_sample(self, segment: JobStepKey) -> tuple[int, ...]:
@@ -542,8 +542,8 @@ class Program:
             yield from self.replica_passes(replica)
 
     def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
-        """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch. Inherited
-        microbatches that have begun are included."""
+        """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch.
+        Microbatches inherited from the previous window are included if they have begun."""
         for number, one in enumerate(self.inherited):
             if one.forwards and one.replica == replica:
                 yield Forward(number), self.microbatches[number]

@@ -202,10 +202,12 @@ class _Lanes:
     and load, which run in parallel), and what these lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Remaining compute actions, each with the number of Loads that must have ended before it begins."""
+    """Remaining compute actions, each with the number of Loads that must have ended before the action
+    begins."""
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[tuple[Load, int]] = field(default_factory=deque)
-    """Remaining Load actions, each with the number of compute actions that must have begun before it."""
+    """Remaining Load actions, each with the number of compute actions that must have begun before the
+    Load."""
     begun_count: int = 0
     """Number of compute actions that have begun."""
     loaded_count: int = 0
@@ -216,7 +218,7 @@ class _Lanes:
     is_loading: bool = False
     arrived_inputs: set[Arrival] = field(default_factory=set)
     unsent_results: set[Arrival] = field(default_factory=set)
-    """Results computed on this device that have not been sent yet."""
+    """Keys of results (activations or gradients) that this device has computed but not sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
     """Messages that this device has received about Reduces (sums over devices) and Steps (optimizer steps) of
     other devices."""
@@ -332,7 +334,7 @@ class _Simulation:
         return arrival is None or arrival in lanes.arrived_inputs
 
     def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
-        """Return the key of the input that a pass needs from another device, or None."""
+        """Return the key of the activation or gradient that a pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
         if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
@@ -461,7 +463,7 @@ class _Simulation:
         self._start_lanes(device)
 
     def _sent_result(self, action: Compute, device: int) -> Arrival | None:
-        """Return the key of the result that a pass sends to another device, or None."""
+        """Return the key of the activation or gradient that a pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
         if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:

@@ -39,8 +39,9 @@ class DispatchRules:
 
 
 def previous_chunks(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
-    """Map each microbatch that is a chunk of a sample, except for first chunks, to the microbatch of the
-    previous chunk. The chunks of a sample must be in order."""
+    """Return a dict from the index of each microbatch that is a chunk of a sample, except for first chunks,
+    to the index of the microbatch with the sample's previous chunk. The chunks of a sample must be in
+    order."""
     last: dict[tuple[str, int, int], int] = {}
     before: dict[int, int] = {}
     for number, plan in enumerate(microbatches):
@@ -74,8 +75,8 @@ class BatchClosed:
 class _Device:
     stage: int
     next_chunk: int | None = None
-    """Microbatch with the next chunk of the sample whose forward is in progress. None if no sample is
-    unfinished."""
+    """Index of the microbatch with the next chunk of the sample whose earlier chunks have run their forward
+    here. None if no sample is unfinished."""
     ready_forwards: deque[int] = field(default_factory=deque)
     ready_backwards: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -118,7 +119,7 @@ class Dispatch:
         self._chunk_before = previous_chunks(microbatches)
         self._chunk_behind = {before: number for number, before in self._chunk_before.items()}
         self.delayed: set[int] = set()
-        """Stages on which a microbatch had to wait for memory."""
+        """Indices of the stages on which a microbatch had to wait for memory."""
         self.log: list[PassBegan | BatchClosed] = []
         """Events on all devices, in the order in which they happened."""
         everyone = set(range(len(self.devices)))

@@ -35,7 +35,8 @@ from weftune.plan.program.simulate import Arrival, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
-"""Lists of the forwards and backwards of each device in order, without Steps, Sends and Recvs."""
+"""Lists of the forwards and backwards of each device in order, without optimizer steps (Steps) and transfers
+(Sends and Recvs)."""
 EVEN = 1e-9
 """Relative difference below which two durations count as equal."""
 
@@ -49,7 +50,7 @@ class Work:
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
-    """For each replica, the indices of its new microbatches in their preferred order."""
+    """For each replica of the pipeline, the indices of its new microbatches in their preferred order."""
     inherited: tuple[Inherited, ...] = ()
     """Progress through the stages of the first microbatches, which the previous window (a few global batches
     of every job) left unfinished."""
@@ -60,7 +61,8 @@ class Work:
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
     def replica_microbatches(self, replica: int) -> list[int]:
-        """Return the indices of all microbatches of a replica, the inherited ones first."""
+        """Return the indices of all microbatches of a replica, first those inherited from the previous
+        window."""
         inherited = [number for number, one in enumerate(self.inherited) if one.replica == replica]
         return [*inherited, *self.by_replica[replica]]
 

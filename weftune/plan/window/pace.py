@@ -228,7 +228,7 @@ class WindowPace:
     batch of every job). Both are 0 if nothing is known."""
 
     row_seconds: float = 0.0
-    """Seconds per trained row."""
+    """Seconds per trained row (token)."""
     round_seconds: float = 0.0
     """Minimum seconds per round (one global batch of every job), for example to load all streamed stages."""
 
@@ -252,8 +252,8 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
 
 
 def count_fitting_rounds(windows: Sequence[JobWindow], pace: WindowPace) -> int:
-    """Return the number of rounds (one global batch of every job) that are predicted to fit in a window, but
-    at least 1."""
+    """Return the number of rounds (one global batch of every job) that are predicted to end within
+    `WINDOW_SECONDS`, but at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))

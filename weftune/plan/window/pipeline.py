@@ -63,8 +63,9 @@ PATIENT_SPLITS = 2
 GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of groups into which the planner of a pipeline tries to divide the jobs."""
 MAX_SEARCH_MICROBATCHES = 2000
-"""Limit on the search for divisions into groups: it ends when the simulated programs have this many
-microbatches in total. The search is limited by a count, not by a clock, so that plans can be repeated."""
+"""Limit on the search for divisions of the jobs into groups: the search ends when the simulated programs have
+this many microbatches in total. The search is limited by a count, not by a clock, so that plans can be
+repeated."""
 CUT_GAIN = 1.02
 """Minimum predicted speedup of a window, as a ratio of seconds, for which samples are cut into chunks, or
 into smaller chunks."""
@@ -94,7 +95,7 @@ class PipelineRules:
     paces: tuple[StagePace, ...]
     """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
-    """Order of the pipeline. None selects the one that the simulator finds fastest."""
+    """Order of passes in the pipeline. None selects the order that is fastest in the simulator."""
     recompute: Recompute = NOTHING
     spare_microbatches: int = 0
     """Number of microbatches in flight in addition to those of the 1F1B schedule, on all stages but the last.
@@ -124,7 +125,7 @@ class PipelineRules:
 
     @property
     def cuts_samples(self) -> bool:
-        """Whether long samples may run in chunks."""
+        """Whether long samples may be cut into chunks, each of which is a microbatch by itself."""
         # Layers that are recomputed would still keep what the attention of chunks has saved.
         keeps_layers = not self.recompute.recomputed_layers
         return self.min_chunk_rows > 0 and keeps_layers and self.order is None and self.replicas == 1
@@ -199,8 +200,8 @@ def _may_hand_over(
 def _window_batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
     """Return the global batches of the window in the order of rounds (one global batch of every job), up to
     and including the first round in which a job evaluates. The result is a list of parts. A new part begins
-    at every round with mismatched samples (for a KL term), because these are scored with the weights after
-    the previous round."""
+    at every round with mismatched samples (for a KL term), because the log-probabilities of these samples are
+    computed with the weights after the previous round."""
     found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
@@ -282,8 +283,8 @@ class _WindowSearch:
         return self._best
 
     def choose_size(self) -> int:
-        """Return the best size of microbatches, found by simulation for groups of jobs that a formula has
-        chosen."""
+        """Return the size of microbatches, in rows, with which the window is fastest in simulation, for
+        groups of jobs that a formula has chosen."""
         best_size, unimproved = self.rules.capacity, 0
         for size in self._candidate_sizes():
             groups = group_jobs(self.lengths, size, self.rules.batch_distance).groups if self.batches else ()
@@ -310,7 +311,7 @@ class _WindowSearch:
                 self._keep_if_faster(self._plan_mixed_groups(groups, size))
 
     def _candidate_sizes(self) -> Iterator[int]:
-        """Yield the sizes of microbatches that are tried, the largest first."""
+        """Yield the sizes of microbatches, in rows, that the search tries, the largest first."""
         longest = max(
             (_token_count(run) for one in self.batches for run in sample_groups(one.samples)), default=0
         )
@@ -522,8 +523,9 @@ def divide_into_microbatches(
 ) -> Work:
     """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group
     share. A longer sample has its own microbatch. The microbatches of each replica are ordered so that the
-    batches of a job are far enough apart. With `moves_samples`, samples may move into the last microbatch of
-    another group's round (one global batch of each of its jobs)."""
+    global batches of a job are far enough apart to fill the pipeline in between. With `moves_samples`,
+    samples may move into the last microbatch of another group's round (one global batch of each of its
+    jobs)."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = moves_samples and rules.order is not PipelineOrder.template and rules.replicas == 1
@@ -674,7 +676,8 @@ def _append_mismatched_scores(
 
 
 def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Return a microbatch capacity that is small enough to divide the samples among all replicas."""
+    """Return a microbatch capacity, in tokens, that is small enough to divide the samples among all
+    replicas."""
     if rules.replicas == 1 or not segments:
         return rules.capacity
     longest = max(

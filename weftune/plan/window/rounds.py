@@ -75,8 +75,9 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a window: one global batch of every job that still has one, with scoring, evaluations and
-    saves. The fields contain indices of microbatches and are in the order in which these run."""
+    """A round of a window: one global batch of every job that has batches left, with the computation of
+    log-probabilities (scoring), evaluations and saves. The fields are in the order in which their contents
+    run, mostly indices of microbatches."""
 
     scored_microbatches: tuple[int, ...]
     trained_microbatches: tuple[TrainedMicrobatch, ...]
@@ -86,8 +87,8 @@ class Round:
 
 
 ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
-"""Microbatches that run through all stages together in passes without backward, preceded by the class of
-these passes."""
+"""The class of passes without backward, and the indices of the microbatches that run through all stages
+together in such passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +257,8 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum number of rows that are evaluated or scored together, stage by stage. With this
-    number, the inputs of stages need no more memory than in training."""
+    """Return the maximum number of rows that pass a stage without backward before the next stage begins. With
+    this number, the inputs of stages need no more memory than in training."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained_microbatches)
         for each in laid_rounds.rounds

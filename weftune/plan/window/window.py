@@ -56,8 +56,8 @@ class Pacing:
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     min_rows: int = 0
-    """Minimum rows to which microbatches may be limited, so that they fill the pipeline better. 0 means a
-    quarter of the capacity."""
+    """Smallest maximum of rows per microbatch that the planner tries, since smaller microbatches may fill the
+    pipeline better. 0 means a quarter of the capacity."""
     searches_groups: bool = True
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
     them."""
