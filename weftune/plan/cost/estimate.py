@@ -12,11 +12,11 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
-"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one step on
-an H200 and in one on a CPU with two cores; for other devices they are guesses."""
+"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one
+training step on an H200 and in one on a CPU with two cores; for other devices, these values are guesses."""
 ADAPTER_EFFICIENCY = 0.1
-"""Fraction of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are
-narrow and read all inputs again."""
+"""Fraction of the peak FLOP/s that matrix products of adapters reach. The fraction is low, since these
+products are narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass (forward or backward) over one layer on a GPU and on a CPU, in addition to the
 time of the pass's rows (tokens)."""
@@ -64,8 +64,8 @@ class BaseLayer:
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. Quantised weights
-    count as fewer FLOPs if their products are faster."""
+    """FLOPs per token of a forward. A backward has equally many FLOPs, since the layer is frozen. Quantised
+    weights count as fewer FLOPs if their products are faster."""
     square_flops: int
     """FLOPs of attention in the forward of one sample, divided by the square of the sample's length in
     tokens."""
@@ -179,7 +179,7 @@ class LayerCost:
     backward: float
     weight_bytes: int
     activation_bytes: int = 0
-    """Bytes of the output, which the next layer receives."""
+    """Bytes of the layer's output, which the next layer receives."""
     gradient_bytes: int = 0
     """Bytes of the gradient at the layer's input, which the previous layer receives."""
     state_bytes: int = 0

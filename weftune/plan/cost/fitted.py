@@ -132,8 +132,8 @@ class FittedModels:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the fitted models from a dict that `state_record` has returned. Raise ValueError if it is
-        invalid."""
+        """Restore the fitted models from a dict that `state_record` has returned. Raise ValueError if the
+        dict is invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
@@ -189,8 +189,8 @@ class FittedModels:
 
     def tokens_within(self, seconds: float) -> int | None:
         """Return the number of tokens of a microbatch whose forward and backward are each predicted to take
-        at most `seconds`. The number of jobs, and the numbers of samples and other counts per token, are
-        assumed to be those of the latest passes. Return None if no pass has been measured."""
+        at most `seconds` seconds. The number of jobs, and the numbers of samples and other counts per token,
+        are assumed to be those of the latest passes. Return None if no pass has been measured."""
         recent = [one.work for one in self.times.passes if one.training][-RECENT_PASSES:]
         if not recent:
             return None

@@ -70,7 +70,7 @@ class MemoryFit:
     activations: float = 1.0
     slack: float = 1.0
     head: float = 0.0
-    """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
+    """Factor for the logits; 0 if the logits were not measured separately and are covered by the slack."""
     error: int = 0
     """Bytes by which predictions may be too low. These bytes are added when it is decided whether jobs
     fit."""
@@ -90,7 +90,7 @@ class MemoryNeed:
     activation_bytes: int
     slack_bytes: int
     logit_bytes: int = 0
-    """Bytes of the logits of one chunk; 0 if the worker does not have the head."""
+    """Bytes of the logits of one chunk of rows; 0 if the worker does not have the head."""
 
     def total_bytes(self, fit: MemoryFit) -> int:
         fitted = (
@@ -317,8 +317,8 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the device bytes that one more token per microbatch needs, on the worker where it needs the
-        most."""
+        """Return the device bytes that one more token per microbatch needs, on the worker where the token
+        needs the most bytes."""
         if self._keeps_activations:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._part_shapes)
         largest = max(stage.layer_count for stage in self.layout.stages)
@@ -339,7 +339,7 @@ class MemoryModel:
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
         """Return the activation bytes of all microbatches in flight, per token of one microbatch. In a
-        pipeline, one microbatch per stage is in flight, plus the spare ones. Without a pipeline, two
+        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`. Without a pipeline, two
         microbatches are in flight if they overlap, which requires that nothing is recomputed."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
@@ -362,11 +362,12 @@ class MemoryModel:
         return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the bytes of adapter state, in device and host memory together."""
+        """Return the bytes of adapter state (parameters, gradients and optimizer state), in device and host
+        memory together."""
         return state_bytes(jobs, self.shape.bytes_per_value)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the host bytes of an optimizer that is offloaded, or 0 if it is not."""
+        """Return the host bytes of an optimizer that is offloaded, or 0 if the optimizer is not offloaded."""
         if not self.layout.offloads_optimizer:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
@@ -387,8 +388,8 @@ class MemoryModel:
 
         Whole layers are recomputed only if microbatches would otherwise be smaller than `ENOUGH_TOKENS` or
         the longest sample, since smaller microbatches cost less than recomputation. If no choice has room for
-        such microbatches, return the one that recomputes the most or, if the longest sample does not fit with
-        it, the one that needs the least memory.
+        such microbatches, return the choice that recomputes the most or, if the longest sample does not fit
+        with that choice, the choice that needs the least memory.
         """
         choices = self._recompute_choices(max_sample_tokens(jobs))
         room = cache(partial(self._max_fitting_tokens, jobs))
@@ -472,8 +473,8 @@ class MemoryModel:
 
     def _recompute_choices(self, rows: int) -> list[Recompute]:
         """Return the recomputation choices for samples of `rows` rows, the fastest first. Only fused layers
-        can recompute a part of their activations. Stages that use a device in turn always recompute all of
-        them."""
+        can recompute a part of their activations. Stages that use a device in turn always recompute all their
+        activations."""
         if not (self.uses_fused_ops and self._keeps_activations):
             return [NOTHING]
         tiled = self._tiled_choices()
@@ -488,8 +489,9 @@ class MemoryModel:
         return untiled
 
     def _tiled_choices(self) -> list[Recompute]:
-        """Return the recomputation choices in which layers are computed in tiles, the fastest first.
-        Attention is recomputed only if its output fits neither on the device nor in host memory."""
+        """Return the recomputation choices in which layers are computed in tiles (some rows at a time), the
+        fastest first. Attention is recomputed only if its output fits neither on the device nor in host
+        memory."""
         layers = self.pass_layers
         everything = Recompute(True, layers, TILE_ROWS, keeps_attention=True)
         counts = range(layers if self.shape.routes_to_experts else 0, layers)

@@ -14,9 +14,10 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass (a forward or a backward), in units of the time of one row."""
+"""Fixed time of a pass (a forward or a backward), in units of the time of one row (token)."""
 SEGMENT_ROWS = 2
-"""Fixed time that each job adds to a pass (a forward or a backward), in units of the time of one row."""
+"""Fixed time that each job adds to a pass (a forward or a backward), in units of the time of one row
+(token)."""
 ADAPTER_COST = 4.0
 """Time per FLOP of an adapter relative to the base. The value is above 1, since the matrix products of
 adapters are narrow."""

@@ -57,7 +57,8 @@ UNDIVIDED, OUTPUTS_UNDIVIDED = 4, 2
 residual after attention, and the outputs of both norms. The second number is for passes that recompute the
 outputs of norms."""
 LOG_SUMS = 1 / 64
-"""Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to those of its output."""
+"""Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to the bytes of attention's
+output."""
 ON_THE_WAY = 4
 """Maximum number of full microbatches whose activations or gradients are being sent to or from a stage's
 device at a time."""

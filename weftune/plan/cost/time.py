@@ -24,7 +24,7 @@ from weftune.plan.program.program import (
 )
 
 JobShapes = Mapping[str, JobShape]
-"""Maps the name of every attached job to its shape."""
+"""Maps the name of every running job to its shape, a record of its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,9 @@ class CostModel:
         return self.forward(work) + self.backward(work)
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
-        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        The microbatch is assumed to have as many samples and supervised rows per token as `typical_work`."""
+        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`
+        seconds. The microbatch is assumed to have as many samples and supervised rows per token as
+        `typical_work`."""
         return min(terms.tokens_within(seconds, typical_work) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:

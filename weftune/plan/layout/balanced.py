@@ -20,8 +20,7 @@ SMALLEST_GAIN = 1e-12
 error."""
 
 Buckets = tuple[tuple[int, ...], ...]
-"""Indices of the latencies in each bucket, which is a group with a small difference of its sum from the
-others."""
+"""For each bucket (group of latencies), the indices of its latencies."""
 
 
 def balance_latencies(latencies: Sequence[float], count: int) -> Buckets:

@@ -538,7 +538,7 @@ def _faster_step_reason(
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
     """Return the layout for streaming the base to one device, or None if streaming is disabled or not needed.
     On a GPU, streaming is needed only if some job cannot train alone without it; on an emulated device, only
-    if all jobs that run together cannot."""
+    if the jobs do not fit together without it."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None

@@ -173,8 +173,8 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
 
 
 def largest_fitting_count(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
-    """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
-    is tried first and doubled while it is too low; by default, it is `count`."""
+    """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. The first
+    number tried is `first_guess` (by default, `count`), which is doubled as long as it fits."""
     least, too_many = 0, count + 1
     tried = count if first_guess is None else first_guess
     while too_many - least > 1:

@@ -60,8 +60,8 @@ def pack_best(
     leaves_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
-    """Pack samples of the given lengths into few microbatches of at most `capacity` rows, and never into more
-    than the best-fit heuristic needs.
+    """Return a packing of samples of the given lengths into few microbatches of at most `capacity` rows,
+    never more microbatches than the best-fit heuristic needs.
 
     With `leaves_room`, the rows of the last microbatch are also minimised, so that samples of the next round
     (one global batch of every job) can be added to it. The rows of each job in a microbatch are padded to a

@@ -36,7 +36,7 @@ def pack_segments(
     contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.
 
     With `pads_to_ladder`, microbatches are padded to the allowed sizes of `ladder_size`. `limits` bound the
-    effort of packing.
+    effort of the search for a packing.
     """
     segments = list(segments)
     pieces = [
