@@ -19,8 +19,8 @@ LINEAR_ATTENTION = ".linear_attn."
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits that are computed at a time: few enough for the caches of a CPU, and enough to keep a GPU
-busy."""
+"""Maximum bytes of logits that are computed at a time: few enough for the caches of a CPU, and enough to keep
+a GPU busy."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
@@ -67,7 +67,8 @@ class SiteShape:
 
     @property
     def first_input(self) -> int:
-        """Index of the first local input among the inputs of the whole linear. Dropout masks depend on it."""
+        """Index of the first local input among the inputs of the whole linear. Dropout masks depend on this
+        index."""
         return self.part.ranges[0][0] if self.sums_outputs and self.part else 0
 
     @property
@@ -93,12 +94,12 @@ class SiteShape:
 
     @property
     def active_weights(self) -> int:
-        """Number of weights that each token is multiplied by."""
+        """Number of the site's weights that each token is multiplied by."""
         return self.active_matrices * self.in_features * self.out_features
 
     @property
     def values_per_token(self) -> int:
-        """Number of input and output values per token."""
+        """Number of input and output values of the site per token."""
         return self.active_matrices * (self.in_features + self.out_features)
 
 
@@ -114,7 +115,7 @@ def layer_number(site: str) -> int | None:
 
 
 def is_name_in_wrapper(name: str) -> bool:
-    """Return whether the name belongs to the text tower of a multimodal model."""
+    """Return whether a module path belongs to the text tower of a multimodal model."""
     return name.startswith(f"{TEXT_TOWER}.")
 
 
@@ -133,12 +134,13 @@ class ModelShape:
     """Maximum number of tokens per sample that the base has positions for."""
     unscaled_context: int | None = None
     """Maximum number of tokens per sample without rope scaling, which the factor of a rope scaling
-    multiplies. None if it cannot be extended."""
+    multiplies. None if the context cannot be extended."""
     site_bytes_per_value: float | None = None
     """Bytes per value of the weights of the sites (adaptable linears), if their format differs from the
     compute dtype."""
     multiplies_stored_format: bool = False
-    """Whether matrix products read the stored format directly, without a dequantised copy."""
+    """Whether matrix products read the weights directly in their stored format, without a dequantised
+    copy."""
     extra_values: int = 0
     """Number of values per token that a fused layer keeps for its backward in addition to those computed from
     the widths of its linears. This number differs between families of models, for example because of their
@@ -261,12 +263,13 @@ class JobShape:
     parameters_by_layer: tuple[int, ...] = ()
     """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
     inactive_parameters: int = 0
-    """Number of adapter parameters that a token does not use, because it is not routed to their experts."""
+    """Number of adapter parameters that a token does not use, because the token is not routed to the experts
+    that they belong to."""
     source_job: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
     scaled_outputs: int = 0
     """Number of output values of the base per token, over all layers, that are kept for every token of a
-    microbatch while the job is attached, because its adapter scales outputs."""
+    microbatch while the job is attached (runs), because the job's adapter scales outputs."""
     copied_values: int = 0
     """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
     the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
@@ -275,7 +278,7 @@ class JobShape:
     of a sweep) that is evaluated with the mean of its weights, otherwise 0."""
     answer_positions: int = 0
     """Maximum number of tokens whose keys and values are cached at a time while the job answers held-out
-    prompts. 0 if it generates no answers."""
+    prompts. 0 if the job generates no answers."""
 
     @property
     def active_parameters(self) -> int:
@@ -283,12 +286,12 @@ class JobShape:
         return self.trainable_parameters - self.inactive_parameters
 
     def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of values in a stage of the weight averages that the job keeps."""
+        """Return the number of values that the job's weight averages have in the layers of a stage."""
         return self.mean_weight_count and self.mean_weight_count * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of adapter parameters in a stage. Parameters outside the layers are counted in
-        every stage."""
+        """Return the number of the job's adapter parameters in the layers of a stage. Parameters outside the
+        layers are counted in every stage."""
         if not self.parameters_by_layer:
             return math.ceil(
                 self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
