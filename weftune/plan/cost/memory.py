@@ -1,10 +1,10 @@
 """Memory that a run will need on each device, predicted for every layout before anything is loaded.
 
-peak = process + base + state of every attached adapter + activations of one microbatch + logits of one chunk
-+ slack. A layer keeps activations for its backward in proportion to the widths of its sites (adapted
-linears). Logits count only on the worker with the head. If several stages use a device in turn, the device
-keeps the inputs of all stages and the activations of the largest one, since forwards are recomputed. Every
-prediction is logged with the measured peak, and `memory_fit.py` fits the model to both.
+peak = process + base + state of the adapter of every running job + activations of one microbatch + logits of
+one chunk + slack. A layer keeps activations for its backward in proportion to the widths of its sites
+(adapted linears). Logits count only on the worker with the head. If several stages take turns on a device,
+the device keeps the inputs of all stages and the activations of the largest one, since forwards are
+recomputed. Every prediction is logged with the measured peak, and `memory_fit.py` fits the model to both.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class MemoryModel:
     def _streamed_worker_need(
         self, worker_layout: WorkerLayout, memory: StreamedMemory, supervised: float
     ) -> MemoryNeed:
-        """Return the predicted bytes of a worker whose stages share the device in turn. Bytes are counted as
+        """Return the predicted bytes of a worker whose stages take turns on its device. Bytes are counted as
         in the search for the stages, so that every job for which the search reserved memory is admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
@@ -473,8 +473,8 @@ class MemoryModel:
 
     def _recompute_choices(self, rows: int) -> list[Recompute]:
         """Return the recomputation choices for samples of `rows` rows, the fastest first. Only fused layers
-        can recompute a part of their activations. Stages that use a device in turn always recompute all their
-        activations."""
+        can recompute a part of their activations. Stages that take turns on a device always recompute all
+        their activations."""
         if not (self.uses_fused_ops and self._keeps_activations):
             return [NOTHING]
         tiled = self._tiled_choices()

@@ -39,8 +39,8 @@ GUESSED = 10.0
 """Relative standard deviation of a fitted coefficient of the time model for which no value was known before
 the run."""
 FAINT = 0.02
-"""Approximate fraction of the time of a pass that a term of the time model can reach if it was 0 before the
-run."""
+"""Approximate maximum fraction of a pass's time for which a fitted term of the time model can account if the
+term was 0 before the run."""
 CAUTION = 2.0
 """Number of measured passes with which the measured level (the overall ratio of measured to predicted time)
 has half of its full weight."""

@@ -114,7 +114,7 @@ class WindowPrice:
     tokens: int
     seconds: float
     computing_fraction: float
-    """Fraction of the time in which the devices compute."""
+    """Fraction of the window's time in which the devices compute."""
     seconds_without_link: float
     """Predicted seconds of the window (a few global batches of every job) if transfers between devices took
     no time."""

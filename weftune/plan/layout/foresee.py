@@ -44,8 +44,8 @@ GRADIENT_BYTES = 4
 
 
 def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
-    """Return the time model for stages that share a device in turn. Each stage adds the fixed time of a pass,
-    and the backward of every stage but the last one recomputes its forward first."""
+    """Return the time model for stages that run one after another on the same device. Each stage adds the
+    fixed time of a pass, and the backward of every stage but the last one recomputes its forward first."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
     visit, back = Terms(fixed=terms.forward.embedding.fixed), Terms(fixed=terms.backward.embedding.fixed)
     again = terms.forward.layer.multiply_by(recomputed).add(

@@ -194,13 +194,13 @@ class StreamCase:
         )
 
     def device_bytes(self, draft: LayoutDraft) -> int:
-        """Return the peak bytes on the fullest device."""
+        """Return the predicted peak bytes on the fullest device with a candidate layout."""
         if self.workers == 1:
             return self.worker_bytes(draft, 0)
         return max(self.worker_bytes(draft, worker) for worker in range(self.workers))
 
     def worker_bytes(self, draft: LayoutDraft, worker: int) -> int:
-        """Return the peak bytes on the device of one worker."""
+        """Return the predicted peak bytes on the device of one worker with a candidate layout."""
         sizes, resident = (
             draft.layer_counts[worker :: self.workers],
             draft.resident_stages[worker :: self.workers],

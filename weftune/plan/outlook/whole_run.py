@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 EVALUATION_COST = 0.4
-"""Time of an evaluated or scored token, which has no backward, relative to the time of a trained token."""
+"""Time of a token that is evaluated or scored (by its log-probability), without a backward, relative to the
+time of a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,8 @@ class JobTotal:
 
     steps: int
     tokens: float
-    """Tokens per optimizer step. Evaluated and scored tokens are converted into the number of trained tokens
-    that take equally long."""
+    """Tokens per optimizer step. Tokens that are evaluated or scored (by their log-probability) are converted
+    into the number of trained tokens that take equally long."""
     state_bytes: int
     """Bytes of the job's adapter, including gradient and optimizer state."""
     is_lower_bound: bool = False
@@ -52,8 +53,8 @@ def tokens_per_step(
     steps: int,
     scored_tokens: float = 0.0,
 ) -> float:
-    """Return the number of tokens per optimizer step of a job, where evaluated and scored tokens are
-    converted into trained tokens that take equally long.
+    """Return the number of tokens per optimizer step of a job, where tokens that are evaluated or scored (by
+    their log-probability) are converted into the number of trained tokens that take equally long.
 
     `batches` contains the sample lengths of a few typical global batches. `held_out` is the number of tokens
     per evaluation, and `scored_tokens` the number of tokens that a reference policy scores once."""

@@ -99,7 +99,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes in use on a device from the second `time` on."""
+    """Bytes in use on a device from `time`, in seconds, until the next change."""
 
     time: float
     bytes: int

@@ -187,7 +187,8 @@ def rounds(work: Work) -> list[list[int]]:
 def assemble(
     work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = ()
 ) -> Program:
-    """Return a Program from the passes of every device, with Steps, Sends and Recvs inserted.
+    """Return a Program from the passes of every device, with optimizer steps (Steps) and transfers (Sends and
+    Recvs) inserted.
 
     `stage_devices` contains the device of each stage; by default, stage s is on device s.
     """

@@ -223,8 +223,9 @@ def _plan_training(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return the program that trains the batches and finishes the inherited batches. Long samples are whole
-    or cut into chunks, whichever is faster in the simulator."""
+    """Return the program that trains these global batches and finishes the `inherited` ones, which the
+    previous window left unfinished. Long samples are whole or cut into chunks, whichever is faster in the
+    simulator."""
     whole = _plan_whole(batches, windows, rules, inherited, hands_over)
     if not batches or not rules.cuts_samples:
         return whole.program

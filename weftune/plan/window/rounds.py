@@ -361,8 +361,8 @@ def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Acti
 
 
 def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step moved as late as possible, since a Step waits for the decision of the
-    first worker."""
+    """Yield the actions with each Step (optimizer step) moved as late as possible, since a Step waits for the
+    decision of the first worker."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:
