@@ -1,4 +1,4 @@
-"""Non-negative least squares without scipy, which no other part of the package needs."""
+"""Non-negative least squares in NumPy alone, since no other part of the package needs scipy."""
 
 from __future__ import annotations
 

@@ -387,7 +387,8 @@ def insert_transfers(
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket: microbatches of equal cost, with the cost of one of them on every stage."""
+    """A bucket of MuxTune's template: microbatches of equal cost, with the cost of each such microbatch on
+    every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
