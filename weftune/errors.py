@@ -33,7 +33,7 @@ class Mistake:
 
 
 class UserError(WeftuneError):
-    """One or more errors in the user's input."""
+    """Raised for one or more errors in the user's input. The command line prints each error as a sentence."""
 
     def __init__(self, mistakes: str | Mistake | Iterable[Mistake]) -> None:
         if isinstance(mistakes, str):
@@ -49,33 +49,34 @@ class SpecError(UserError):
 
 
 class DataError(UserError):
-    """A dataset, or a row of it, cannot be used."""
+    """Raised if a dataset, or a row of a dataset, cannot be used."""
 
 
 class BaseModelError(UserError):
-    """The base model cannot be found or loaded, or would not compute correct results."""
+    """Raised if the base model cannot be found or loaded, or would not compute correct results."""
 
 
 class WeightsLost(BaseModelError):
-    """A weight file that every optimizer step reads has changed or disappeared. The run can be resumed."""
+    """Raised if a weight file that every optimizer step reads has changed or disappeared. The run can be
+    resumed."""
 
 
 class OutputError(UserError):
-    """The output folder cannot be written to, or contains files that do not belong to this run."""
+    """Raised if the output folder cannot be written to, or contains files that do not belong to this run."""
 
 
 class AdapterError(UserError):
-    """An adapter folder cannot be read, or does not fit the base."""
+    """Raised if an adapter folder cannot be read, or does not fit the base model."""
 
 
 class PlanError(UserError):
-    """No plan exists for these jobs on these devices. The message names the number that rules it out, such as
-    the bytes of memory."""
+    """Raised if jobs cannot run on the given devices, or if the description of the devices is invalid. If a
+    number such as the bytes of memory rules the jobs out, the message names this number."""
 
 
 class HostTooSmall(PlanError):
-    """The device has enough memory, but the host does not have enough for the tensors that are kept in host
-    memory."""
+    """Raised if the device has enough memory, but the host has too little for the tensors that are kept in
+    host memory."""
 
 
 class MissingPackage(UserError):

@@ -60,8 +60,8 @@ class Microbatch:
     targets_T: Tensor
     """Target of each row: the next token of its sample if that token is supervised, otherwise `IGNORED`."""
     token_index_T: Tensor
-    """Index of each row in its job's global batch, whatever the packing. It is the counter of the random
-    numbers for dropout."""
+    """Index of each row in its job's global batch, whatever the packing. This index is the counter of the
+    random numbers for dropout."""
     sample_lengths: tuple[int, ...]
     segments: tuple[Segment, ...]
     answer_tokens: tuple[int, ...] = ()
@@ -69,10 +69,10 @@ class Microbatch:
     part of a preference pair. Empty if there are no pairs."""
     desirable: tuple[bool, ...] = ()
     """Whether each sample is labelled as desirable (as in KTO). True for samples without a label. Empty if no
-    sample has one."""
+    sample has a label."""
     references_S: Tensor | None = None
     """Sum of the reference policy's log-probabilities over the supervised rows of each sample; 0 for samples
-    of jobs without a reference policy. None if no job of the microbatch has one."""
+    of jobs without a reference policy. None if no job of the microbatch has a reference policy."""
 
     @property
     def rows(self) -> int:

@@ -15,8 +15,9 @@ MAX_SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The allowed range of a number: `rank: Annotated[int, Bound(at_least=1)]`. The annotated type determines
-    whether the number must be an integer and whether None is allowed."""
+    """The allowed range of a number in a jobs file, with which the type of a field is annotated, as in
+    `rank: Annotated[int, Bound(at_least=1)]`. The annotated type determines whether the number must be an
+    integer and whether None is allowed."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -25,7 +26,7 @@ class Bound:
     allows_fraction: bool = False
     """Whether a value below 1 means a fraction of the job's steps and any other value a number of steps."""
     meaning: str = ""
-    """Meaning of the number, for error messages. Empty if the name of its key says enough."""
+    """Meaning of the number, for error messages. Empty if the number's key in the file says enough."""
     is_integer: bool = False
     allows_none: bool = False
 
@@ -55,7 +56,7 @@ class Bound:
 
 
 SIZE = Bound(at_least=1, at_most=65536)
-"""Range of ranks, widths and numbers of virtual tokens."""
+"""Allowed range of adapter ranks, adapter widths and numbers of virtual tokens."""
 SEED = Bound(at_least=0, at_most=2**63 - 1)
 RUN_SHARE = Bound(above=0, at_most=MAX_COUNT, allows_fraction=True)
 

@@ -22,7 +22,8 @@ from enum import StrEnum
 from pathlib import Path
 
 COMMAND_STARTED = "WEFTUNE_COMMAND_STARTED"
-"""Environment variable with the start time of the command, in seconds since 1970, for subprocesses."""
+"""Name of the environment variable that tells subprocesses the start time of the command, in seconds since
+1970."""
 MAX_START_SECONDS = 3600.0
 """Maximum plausible age of a process when Weftune is imported, in seconds. A larger value means that the
 clock was misread."""
@@ -146,9 +147,9 @@ def phase(name: Phase) -> Iterator[None]:
 
 @contextmanager
 def count_imports() -> Iterator[None]:
-    """Return a context manager that counts the enclosed wall time as imports. It disables garbage collection,
-    which would repeatedly traverse all imported definitions. These never become garbage, so later collections
-    skip them."""
+    """Return a context manager that counts the enclosed wall time as imports. Meanwhile garbage collection is
+    off, since it would repeatedly traverse all imported definitions, and afterwards collections skip these
+    definitions, which never become garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,9 @@
 """Torch's deterministic kernels for the duration of a run.
 
-In this mode the backward of flash attention (varlen_attn, or scaled_dot_product_attention with that backend)
-sums dq in a fixed order instead of by atomics, the memory-efficient backward splits no keys, and cuDNN's
-attention is not used. Torch raises an error for an operation that has no deterministic implementation.
+With deterministic kernels, the backward of flash attention (varlen_attn, or scaled_dot_product_attention with
+that backend) sums dq in a fixed order instead of by atomics, the memory-efficient backward splits no keys,
+and cuDNN's attention is not used. Torch raises an error for an operation that has no deterministic
+implementation.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
 
 
 def set_workspace() -> None:
-    """Set the cuBLAS workspace that deterministic products need, unless the user has set it. Must run before
-    the first product on a GPU."""
+    """Set the cuBLAS workspace that deterministic products need, unless the user has set it. This must be
+    done before the first product on a GPU."""
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
 
 

@@ -1,5 +1,5 @@
-"""GPU classes: the features of GPUs by compute capability, by which kernels and their launch parameters are
-selected."""
+"""GPU classes: for each compute capability, the features of GPUs that determine which kernels and launch
+parameters are used."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DeviceClass:
     shared_memory: int
     """Bytes of shared memory that one program of a kernel may use."""
     multiprocessors: int
-    """Number of multiprocessors of the device. If there is no such device, that of the first GPU in
-    `example_gpus`."""
+    """Number of multiprocessors of the device. If the machine has no such device, the number of the first GPU
+    in `example_gpus`."""
     has_copy_engines: bool = False
     """Whether tensor descriptors are copied by hardware (TMA)."""
     has_fp8: bool = False
@@ -83,8 +83,8 @@ CLASSES = (
 OLDER = DeviceClass((0, 0), "before Ampere", "V100, T4", 48 << 10, 40, has_kernels=False)
 """Features of GPUs that are too old for Triton, on which plain torch is used instead of kernels."""
 INTERPRETER = DeviceClass((0, 0), "CPU", "Triton's interpreter", 160 << 10, 3, has_kernels=False)
-"""Features that kernels assume on a CPU, in Triton's interpreter. The number of multiprocessors is small, so
-that tests cover loops over tiles."""
+"""Features that kernels assume when they run on a CPU in Triton's interpreter. The number of multiprocessors
+is small, so that tests cover loops over tiles."""
 
 _pretended: DeviceClass | None = None
 
@@ -93,7 +93,8 @@ def get_device_class(device: torch.device) -> DeviceClass:
     """Return the features of a device that kernels depend on, with the shared memory and multiprocessors that
     the device has.
 
-    A GPU of unknown compute capability gets the features of the nearest lower one, but counts as untested.
+    A GPU of unknown compute capability gets the features of the nearest lower capability, but counts as
+    untested.
     """
     return _pretended_class(device, _pretended or _class_from_environment())
 

@@ -1,4 +1,5 @@
-"""Results of evaluations: scores of adapters on the same rows, their ranking, and answered prompts."""
+"""Results of evaluations: scores of adapters on the same rows of data, the ranking of the adapters, and
+answered prompts."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ METRICS = {"loss": "lower", "perplexity": "lower", "token_accuracy": "higher", "
 metric, higher values are better."""
 
 REWARDS = ("rewards/margins", "rewards/accuracies")
-"""Metrics of preference pairs, computed with the base alone as reference policy. Higher values are better."""
+"""Metrics of preference pairs, computed with the base model (without an adapter) as reference policy. Higher
+values are better."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterScores:
-    """Scores of one adapter, or of the bare base."""
+    """Scores of one adapter, or of the base model without an adapter."""
 
     adapter: str
     rows: int
-    """Number of rows on which the adapter was evaluated."""
+    """Number of rows of data on which the adapter was evaluated."""
     tokens: int
     """Number of supervised tokens, over which loss and token accuracy are means."""
     scores: Mapping[str, float | None]
@@ -30,7 +32,7 @@ class AdapterScores:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRow:
-    """A row with a prompt, and the answers of all adapters to it."""
+    """A row of data with a prompt, and the answers of all adapters to this prompt."""
 
     location: str
     values: Mapping[str, Any]
@@ -54,7 +56,8 @@ class Evaluation:
     """Name of the base model."""
     results: tuple[AdapterScores, ...]
     answers: tuple[AnsweredRow, ...]
-    """Rows with a prompt and their answers, in the order of the file. Empty if no answers were generated."""
+    """Rows of data with prompts, each with the adapters' answers, in the order of the file. Empty if no
+    answers were generated."""
     notes: tuple[str, ...] = ()
     """Sentences about rows that were skipped or truncated."""
 
@@ -82,8 +85,8 @@ class Evaluation:
 
 
 def _sort_key(metric: str, scores: Mapping[str, float | None]) -> float:
-    """Return a sort key, which is smaller for better values of the metric and infinite if there is no
-    value."""
+    """Return a sort key that is smaller for better values of the metric, and infinite for an adapter without
+    a value."""
     value = scores[metric]
     if value is None or not isfinite(value):
         return inf

@@ -19,8 +19,8 @@ MAX_PENDING_LINES = 50_000
 """Maximum number of lines that are kept in memory while a file cannot be written. If there are more, the
 oldest are dropped."""
 FORMAT = 1
-"""Current format version of job.yaml, checkpoints and status.json. It must be increased with every change
-that older versions of Weftune would misread."""
+"""Current format version of job.yaml, checkpoints and status.json. The version must be increased with every
+change that older versions of Weftune would misread."""
 BEFORE = 0
 """Format version of files without a format field, which early versions wrote and which can still be read."""
 OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -29,7 +29,8 @@ safetensors and tokenizers."""
 MAX_YAML_CHARACTERS = 1 << 16
 MAX_BRACKETS = 200
 NESTED = re.compile(r"^[ \t?:-]{100}", re.MULTILINE)
-"""Pattern that matches the start of deeply nested lines of YAML."""
+"""Pattern that matches a line of YAML that starts with so much indentation that it may be nested too
+deeply."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -102,7 +103,7 @@ class LineFile:
         self.path = path
         self._handle: int | None = None
         self._vector_size = 0
-        """Size of the file in bytes while it is open; no other object writes to the file."""
+        """Size of the file in bytes while the file is open; no other object writes to it."""
         self._unwritten: deque[bytes] = deque(maxlen=MAX_PENDING_LINES)
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -133,7 +134,7 @@ class LineFile:
 
     def filter_lines(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         """Remove lines that are incomplete or for which `is_kept` is false. The file is rewritten only if
-        there are any."""
+        there are such lines."""
         self.close()
         if not self.path.exists():
             return
@@ -179,7 +180,8 @@ def refuse_full_folder(target: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return `WEFTUNE_CACHE`, or else `weftune` in the user's cache folder, without creating it."""
+    """Return the folder that the environment variable `WEFTUNE_CACHE` names, or else `weftune` in the user's
+    cache folder. The folder is not created."""
     chosen = os.environ.get("WEFTUNE_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -189,7 +191,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Convert an I/O error that a library raises as another exception into an OSError."""
+    """Return a context manager that raises an OSError instead if a library raises another exception for an
+    I/O error."""
     try:
         yield
     except OSError:
@@ -241,7 +244,7 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: Any) -> bytes:
-    """Return plain values as YAML, with keys in their given order. It is written by libyaml if that is
+    """Return plain values as YAML, with keys in their given order. The text is written by libyaml if that is
     installed."""
     import yaml
 

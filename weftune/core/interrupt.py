@@ -18,7 +18,8 @@ by then are dropped."""
 
 
 class StopRequest:
-    """A request to stop the run, which is checked while a window runs."""
+    """A request to stop the run, which is checked between the actions of a window (a few global batches of
+    every job)."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop

@@ -47,7 +47,7 @@ count towards the memory limit."""
 MAX_PATTERN_LETTERS = 10_000
 PATTERN_SECONDS = 0.5
 """Maximum seconds for matching a pattern against all names together. Ordinary patterns take less than a
-thousandth of it."""
+thousandth of this time."""
 REPEATS = re.compile(r"[*+?{]")
 TYPICAL_NAMES = tuple(
     f"{stem}.{layer}.{part}"
@@ -201,8 +201,8 @@ def _answer_call(payload: bytes) -> bytes:
 
 
 def limit_seconds(seconds: float) -> None:
-    """Limit the further processor time of this process to `seconds`. The operating system kills it
-    afterwards."""
+    """Limit the further processor time of this process to `seconds` seconds, after which the operating system
+    kills the process."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -15,12 +15,12 @@ TEXT_TOWER = "model.language_model"
 EMBED_SCALE = "embed_scale"
 """Attribute of an embedding with the factor that its outputs are multiplied by."""
 LINEAR_ATTENTION = ".linear_attn."
-"""Part of the module paths of sites in layers with a recurrent state."""
+"""Part of the module paths of sites (adaptable linears) in layers with a recurrent state."""
 SCORE = "score"
 """Module path of the scalar head in transformers' models for sequence classification."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Bytes of logits that are computed at a time: few enough for the caches of a CPU, and enough to keep a GPU
-busy."""
+"""Maximum bytes of logits that are computed at a time: few enough for the caches of a CPU, and enough to keep
+a GPU busy."""
 
 
 def logit_rows(device: str, vocabulary: int) -> int:
@@ -56,7 +56,8 @@ class SiteShape:
     experts: int = 0
     """Number of experts that a router chooses from; 0 for a single matrix that every token uses."""
     active_matrices: int = 1
-    """Number of the site's matrices that each token is multiplied by. It is above 1 only for experts."""
+    """Number of the site's matrices that each token is multiplied by. The number is above 1 only for
+    experts."""
     in_last_layer: bool = False
     """Whether the site is in the last layer of the whole base, even if only a stage of the base is
     described."""
@@ -66,7 +67,8 @@ class SiteShape:
 
     @property
     def first_input(self) -> int:
-        """Index of the first local input among the inputs of the whole linear. Dropout masks depend on it."""
+        """Index of the first local input among the inputs of the whole linear. Dropout masks depend on this
+        index."""
         return self.part.ranges[0][0] if self.sums_outputs and self.part else 0
 
     @property
@@ -92,12 +94,12 @@ class SiteShape:
 
     @property
     def active_weights(self) -> int:
-        """Number of weights that each token is multiplied by."""
+        """Number of the site's weights that each token is multiplied by."""
         return self.active_matrices * self.in_features * self.out_features
 
     @property
     def values_per_token(self) -> int:
-        """Number of input and output values per token."""
+        """Number of input and output values of the site per token."""
         return self.active_matrices * (self.in_features + self.out_features)
 
 
@@ -113,7 +115,7 @@ def layer_number(site: str) -> int | None:
 
 
 def is_name_in_wrapper(name: str) -> bool:
-    """Return whether the name belongs to the text tower of a multimodal model."""
+    """Return whether a module path belongs to the text tower of a multimodal model."""
     return name.startswith(f"{TEXT_TOWER}.")
 
 
@@ -132,18 +134,21 @@ class ModelShape:
     """Maximum number of tokens per sample that the base has positions for."""
     unscaled_context: int | None = None
     """Maximum number of tokens per sample without rope scaling, which the factor of a rope scaling
-    multiplies. None if it cannot be extended."""
+    multiplies. None if the context cannot be extended."""
     site_bytes_per_value: float | None = None
-    """Bytes per value of the sites' weights, if their format differs from the compute dtype."""
+    """Bytes per value of the weights of the sites (adaptable linears), if their format differs from the
+    compute dtype."""
     multiplies_stored_format: bool = False
-    """Whether matrix products read the stored format directly, without a dequantised copy."""
+    """Whether matrix products read the weights directly in their stored format, without a dequantised
+    copy."""
     extra_values: int = 0
     """Number of values per token that a fused layer keeps for its backward in addition to those computed from
-    the widths of its linears. Families of models differ here, for example in their norms."""
+    the widths of its linears. This number differs between families of models, for example because of their
+    norms."""
     query_width: int = 0
     """Values per token of all query heads, which is also the width of attention's output. 0 if unknown."""
     shards: int = 1
-    """Number of shards that the layers are divided into, if this is the shape of one of them."""
+    """Number of shards that the layers are divided into, if this is the shape of one shard."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -162,12 +167,13 @@ class ModelShape:
 
     @cached_property
     def values_per_token(self) -> int:
-        """Number of input and output values per token of all sites."""
+        """Number of input and output values per token of all sites (adaptable linears) together."""
         return sum(site.values_per_token for site in self.sites)
 
     @cached_property
     def whole_values_per_token(self) -> int:
-        """Number of input and output values per token of all sites, of all shards together."""
+        """Number of input and output values per token of all sites (adaptable linears), summed over all
+        shards."""
         if self.shards == 1:
             return self.values_per_token
         return sum(
@@ -191,7 +197,8 @@ class ModelShape:
 
     @property
     def weight_bytes_per_value(self) -> float:
-        """Bytes per value of the sites' weights; adapters, activations and head may have another size."""
+        """Bytes per value of the weights of the sites (adaptable linears). Values of adapters, activations
+        and head may have another size."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
@@ -211,7 +218,8 @@ class ModelShape:
     @property
     def code_bytes(self) -> int:
         """Bytes per token of the activations that are rounded to 8 bits for one product, if products use
-        8-bit numbers. Twice the widest site is counted, since two such linears may be fused."""
+        8-bit numbers. Twice the width of the widest site (adaptable linear) is counted, since two such
+        linears may be fused."""
         if not self.multiplies_stored_format:
             return 0
         return 2 * max(max(site.in_features, site.out_features) for site in self.sites)
@@ -239,7 +247,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """The sizes of a job from which its memory and time are predicted, and its place in the order of
+    """The sizes of a job from which its memory and time are predicted, and the job's place in the order of
     admission."""
 
     name: str
@@ -255,21 +263,22 @@ class JobShape:
     parameters_by_layer: tuple[int, ...] = ()
     """Number of adapter parameters in each layer of the base. Empty means equally many in every layer."""
     inactive_parameters: int = 0
-    """Number of adapter parameters that a token does not use, because it is not routed to their experts."""
+    """Number of adapter parameters that a token does not use, because the token is not routed to the experts
+    that they belong to."""
     source_job: str = ""
     """Name of the job of the same run whose trained adapter this job starts from."""
     scaled_outputs: int = 0
     """Number of output values of the base per token, over all layers, that are kept for every token of a
-    microbatch while the job is attached, because its adapter scales outputs."""
+    microbatch while the job is attached (runs), because the job's adapter scales outputs."""
     copied_values: int = 0
     """Number of values per token, over all layers, that fused layers keep for the job's rows in addition to
     the base's activations and to scaled outputs: rows of a bottleneck, or attention without prefix keys."""
     mean_weight_count: int = 0
-    """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial whose
-    rungs evaluate the mean of its weights, otherwise 0."""
+    """Number of weight averages that the job keeps, each as large as the master weights: 1 for a trial (job
+    of a sweep) that is evaluated with the mean of its weights, otherwise 0."""
     answer_positions: int = 0
     """Maximum number of tokens whose keys and values are cached at a time while the job answers held-out
-    prompts. 0 if it generates no answers."""
+    prompts. 0 if the job generates no answers."""
 
     @property
     def active_parameters(self) -> int:
@@ -277,12 +286,12 @@ class JobShape:
         return self.trainable_parameters - self.inactive_parameters
 
     def averaged_values_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of values in a stage of the weight averages that the job keeps."""
+        """Return the number of values that the job's weight averages have in the layers of a stage."""
         return self.mean_weight_count and self.mean_weight_count * self.parameters_in_layers(layer_range)
 
     def parameters_in_layers(self, layer_range: LayerRange) -> int:
-        """Return the number of adapter parameters in a stage. Parameters outside the layers are counted in
-        every stage."""
+        """Return the number of the job's adapter parameters in the layers of a stage. Parameters outside the
+        layers are counted in every stage."""
         if not self.parameters_by_layer:
             return math.ceil(
                 self.trainable_parameters * (layer_range.stop - layer_range.start) / layer_range.base_layers
@@ -295,7 +304,8 @@ class JobShape:
 
 
 def sum_parameters_by_layer(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
-    """Return the number of adapter parameters in each layer. Sites outside the layers are ignored."""
+    """Return the number of adapter parameters in each layer. Sites (adaptable linears) outside the layers are
+    ignored."""
     sums = [0] * layers
     for site, count in parameters:
         if (layer := layer_number(site)) is not None:

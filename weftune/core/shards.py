@@ -47,15 +47,16 @@ class ShardTeam:
         return size * self.shard // self.shards, size * (self.shard + 1) // self.shards
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values of every shard, [K, ...]. They are gathered by an all-reduce, to which every
-        shard contributes zeros except in its own row."""
+        """Return the values of all K shards, [K, ...]. The values are gathered by an all-reduce, to which
+        every shard contributes zeros except in its own row."""
         gathered = values.new_zeros(self.shards, *values.shape)
         gathered[self.shard] = values
         self.sum_over_shards(gathered)
         return gathered
 
     def max_over_shards(self, values: Tensor) -> Tensor:
-        """Return the largest of the values of all shards, element by element. NaN is larger than all."""
+        """Return the largest of the values of all shards, element by element. NaN counts as larger than any
+        number."""
         return self.gather(values).amax(dim=0)
 
 
@@ -83,6 +84,6 @@ class VocabularyShard:
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the index of each token's row among this shard's rows of the vocabulary, and whether the
-        shard has the row. If not, the index is 0."""
+        shard has the row. The index of a missing row is 0."""
         is_local = (tokens >= self.start) & (tokens < self.stop)
         return torch.where(is_local, tokens - self.start, 0), is_local

@@ -64,8 +64,9 @@ def _write_whole_piece(file: io.FileIO, piece: Piece) -> None:
 
 
 def _join_small_pieces(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Join small pieces of a file. This saves time, because a thread releases the interpreter lock at every
-    write, and acquiring it again takes longer than copying a matrix of an adapter."""
+    """Join small pieces of a file before they are written. Joining saves time, because a thread releases the
+    interpreter lock at every write, and acquiring it again takes longer than copying a matrix of an
+    adapter."""
     small: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -110,7 +111,7 @@ def _build_header(sorted_tensors: list[tuple[str, Tensor]], metadata: Mapping[st
 def _cached_header(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
 ) -> bytes:
-    """Return the header of a safetensors file. It is cached, since the adapters of many jobs have equal
+    """Return the header of a safetensors file. Headers are cached, since the adapters of many jobs have equal
     headers."""
     listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0

@@ -26,22 +26,24 @@ from weftune.core.shards import VocabularyShard
 
 CODES = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Largest finite value of e4m3."""
+"""Largest finite value of the 8-bit float format e4m3."""
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale of a row. A row with a smaller scale counts as zero, since the inverse of the scale would be
 infinite."""
 CODED_PARAMETERS = {"weight": 0, "scale": 0, "turned": 1}
-"""Maps the name of each tensor in a linear with an 8-bit weight to its dimension of outputs."""
+"""Maps the name of each tensor in a linear with an 8-bit weight to the index of the tensor's dimension that
+counts the outputs."""
 
 WholeMaxima = Callable[[Tensor], Tensor]
-"""Function that returns the largest values of whole rows, given those of the parts of the rows on this
-shard."""
+"""Function that returns the largest values of whole rows, given the largest values of the parts of the rows
+on this shard."""
 MultiplyCodes = Callable[
     [Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype, WholeMaxima | None], Tensor
 ]
-"""Function that computes ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L. The left operand is rounded to codes,
-the sum is at least float32, and the result is rounded once to the dtype. The last argument is given if the
-left operand has only a part of each row."""
+"""Function that multiplies a left operand by a frozen weight in 8-bit floats (codes): ((left_TM ⊙ scale_M) ·
+codes_LMᵀ) ⊙ scale_L. The left operand is rounded to 8-bit floats, the sum is at least float32, and the result
+is rounded once to the dtype. The last argument, which returns the maxima of whole rows, is given if the left
+operand has only a part of each row."""
 
 
 @runtime_checkable
@@ -68,13 +70,13 @@ class CodedWeight(Protocol):
 
     @property
     def input_maxima(self) -> WholeMaxima | None:
-        """Function that returns the maxima of whole rows of the input, given those of this shard. None if the
-        weight has all inputs."""
+        """Function that returns the maxima of whole rows of the input, given the maxima of the parts on this
+        shard. None if the weight has all inputs."""
 
     @property
     def output_maxima(self) -> WholeMaxima | None:
-        """Function that returns the maxima of whole rows of the output's gradient, given those of this shard.
-        None if the weight has all outputs."""
+        """Function that returns the maxima of whole rows of the output's gradient, given the maxima of the
+        parts on this shard. None if the weight has all outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,8 @@ def multiply_codes(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Compute ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L on any device, with the products that fp8 tensor
-    cores compute."""
+    """Compute ((left_TM ⊙ scale_M) · codes_LMᵀ) ⊙ scale_L on any device, with the left operand rounded to
+    8-bit floats and a float32 sum, as fp8 tensor cores compute it."""
     left_TM, scale_T = quantise_rows(left_TM, scale_M, whole_maxima)
     sum_TL = left_TM.to(scale_T.dtype) @ codes_LM.to(scale_T.dtype).T
     sum_TL *= scale_T[:, None]
@@ -345,7 +347,8 @@ def frozen_product_by(
 
 
 class _Product(torch.autograd.Function):
-    """The product with a frozen weight. A dequantised matrix is recomputed in the backward."""
+    """Autograd function of the product with a frozen weight. A dequantised matrix is not kept for the
+    backward, which computes the matrix again."""
 
     @staticmethod
     def forward(
@@ -412,7 +415,7 @@ def float_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows of the head that one job replaces by trained ones."""
+    """Rows of the head (one per token of the vocabulary) that one job replaces by trained rows."""
 
     ids_n: Tensor
     rows_nD: Tensor

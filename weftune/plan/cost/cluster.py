@@ -57,9 +57,10 @@ class Cluster:
     link: Link
     link_name: str
     root_sizes: tuple[int, ...]
-    """Number of devices under each PCIe root complex. Devices are numbered in this order."""
+    """Number of devices under each PCIe root complex. Devices are numbered one root complex after another."""
     host_link: Link = PCIE
-    """Link from host memory to a device. Devices under one PCIe root complex share its bandwidth."""
+    """Link from host memory to a device. Devices under one PCIe root complex share the bandwidth of this
+    link."""
 
     @property
     def name(self) -> str:
@@ -105,7 +106,8 @@ DEVICES: Mapping[str, Device] = {
         _data_sheet_device("T4", 14.6, 65, 320),
     )
 }
-"""Known GPUs by name. Memory is the size that the driver reports, which is less than the nominal size."""
+"""Maps the name of each known GPU to its data sheet. Memory is the size that the driver reports, which is
+less than the nominal size."""
 
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""

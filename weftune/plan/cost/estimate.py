@@ -12,17 +12,17 @@ from weftune.plan.cost.cluster import Device
 from weftune.plan.cost.time import Line
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.6, 0.45
-"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one step on
-an H200 and in one on a CPU with two cores; for other devices they are guesses."""
+"""Fraction of the peak FLOP/s that matrix products of the base reach. The values were measured in one
+training step on an H200 and in one on a CPU with two cores; for other devices, these values are guesses."""
 ADAPTER_EFFICIENCY = 0.1
-"""Fraction of the peak FLOP/s that matrix products of adapters reach. It is low, since these products are
-narrow and read all inputs again."""
+"""Fraction of the peak FLOP/s that matrix products of adapters reach. The fraction is low, since these
+products are narrow and read all inputs again."""
 GPU_LAUNCH, CPU_LAUNCH = 60e-6, 30e-6
 """Fixed seconds of one pass (forward or backward) over one layer on a GPU and on a CPU, in addition to the
-time of its rows."""
+time of the pass's rows (tokens)."""
 CODED_SPEED = 1.7
 """Speed of fp8 matrix products relative to bfloat16. On an H200, a step of an 8B model takes 440 ms, 330 ms
-of them in the layers' products, and fp8 saves 138 ms."""
+of them in the layers' products, and fp8 shortens the step by 138 ms."""
 ATTENTION_BACKWARD = 2.5
 """Time of attention's backward relative to its forward."""
 ADAPTER_BACKWARD = 2.0
@@ -64,10 +64,11 @@ class BaseLayer:
 
     kind: Literal["embedding", "layer", "head"]
     flops: int
-    """FLOPs per token of a forward. A backward has equally many, since the layer is frozen. Quantised weights
-    count as fewer FLOPs if their products are faster."""
+    """FLOPs per token of a forward. A backward has equally many FLOPs, since the layer is frozen. Quantised
+    weights count as fewer FLOPs if their products are faster."""
     square_flops: int
-    """FLOPs of attention in the forward of one sample, divided by the square of its length in tokens."""
+    """FLOPs of attention in the forward of one sample, divided by the square of the sample's length in
+    tokens."""
     weight_bytes: int
     kept_bytes: int
     """Bytes per token of the activations that are kept from the forward to the backward."""
@@ -178,7 +179,7 @@ class LayerCost:
     backward: float
     weight_bytes: int
     activation_bytes: int = 0
-    """Bytes of the output, which the next layer receives."""
+    """Bytes of the layer's output, which the next layer receives."""
     gradient_bytes: int = 0
     """Bytes of the gradient at the layer's input, which the previous layer receives."""
     state_bytes: int = 0
@@ -261,8 +262,8 @@ def base_pass_time(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
-    """Return the seconds of attention in the forward of one sample, divided by the square of its length in
-    tokens."""
+    """Return the seconds of attention in the forward of one sample, divided by the square of the sample's
+    length in tokens."""
     return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 

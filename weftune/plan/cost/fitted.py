@@ -1,4 +1,5 @@
-"""Models of time and memory that a run fits to its own measurements, and its predictions for the next window.
+"""Models of time and memory that a run fits to its own measurements, and the predictions of these models for
+the next window.
 
 A window is a few global batches of every job, planned and executed together. Predictions use models that are
 refitted after every window. Plans use a versioned model, which is replaced rarely and is saved with the run,
@@ -22,20 +23,23 @@ from weftune.plan.program.program import Program
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_SHARE = 1 / 3
-"""Assumed ratio of the time of an evaluated row to that of a trained row, whose backward takes twice as long
-as its forward."""
+"""Assumed ratio of the time of an evaluated row (token) to that of a trained row, whose backward is assumed
+to take twice as long as its forward."""
 RECENT = 20
-"""Number of the latest windows from which the seconds per row are computed."""
+"""Number of the latest windows (a few global batches of every job each) from which the seconds per row are
+computed."""
 RECENT_PASSES = 50
 """Number of recent passes whose mean counts (tokens, samples, jobs) predict those of the next passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPrediction:
-    """Predicted time and memory of a window, made before it runs."""
+    """Predicted time and memory of a window (a few global batches of every job), computed before the window
+    runs."""
 
     seconds: float | None
-    """Predicted seconds of the window. None if the time model was never fitted to measurements."""
+    """Predicted seconds of the window (a few global batches of every job). None if the time model was never
+    fitted to measurements."""
     peak_bytes: int
     error_bytes: int
     """Maximum number of bytes by which earlier measured peaks exceeded the prediction of the fitted memory
@@ -43,17 +47,18 @@ class WindowPrediction:
     source: str
     version: int
     changed: bool
-    """Whether the jobs or the sample lengths differ from those of the previous window."""
+    """Whether the jobs or the sample lengths differ from those of the previous window (a few global batches
+    of every job)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Measured time and memory of a window."""
+    """Measured time and memory of a window (a few global batches of every job)."""
 
     seconds: float
     peak_bytes: int
     is_window_peak: bool
-    """Whether the peak was measured in this window alone rather than since the start of the run."""
+    """Whether the memory peak was measured in this window alone rather than since the start of the run."""
     passes: Sequence[PassTime]
     steps: Sequence[StateTime]
     saves: Sequence[StateTime]
@@ -66,15 +71,15 @@ class Outcome:
         return max(0.0, self.seconds - taken) / max(1, actions)
 
     def row_seconds(self) -> float | None:
-        """Return the seconds per trained row, or None if the window had no passes."""
+        """Return the seconds per trained row (token), or None if the window had no passes."""
         rows = sum(one.tokens * (1.0 if one.training else EVALUATION_SHARE) for one in self.passes)
         return self.seconds / rows if rows else None
 
 
 SHORTAGE_PARTS = 16
 """Number of equal parts into which the device memory beside the process and the base is divided. After a
-device ran out of memory, plans leave as many of these parts unused as it takes to recompute more
-activations."""
+device ran out of memory, later plans leave so many of these parts unused that more activations are
+recomputed."""
 
 
 @dataclass(slots=True)
@@ -91,23 +96,27 @@ class FittedModels:
     """Number of times that the memory model used for plans was replaced."""
     windows: int = 0
     cost: CostModel = field(init=False)
-    """Time model for predictions, which is refitted after every window."""
+    """Time model for predictions, which is refitted after every window (a few global batches of every
+    job)."""
     fitted_memory: MemoryModel = field(init=False)
-    """Memory model for predictions, which is refitted after every window."""
+    """Memory model for predictions, which is refitted after every window (a few global batches of every
+    job)."""
     initial_fit: MemoryFit = field(init=False)
     row_seconds: float | None = None
-    """Seconds per row, from which the length of windows is planned. None until `adopt_fitted_models` sets it.
+    """Seconds per row (token), by which windows (a few global batches of every job) are limited to a few
+    seconds. None until `adopt_fitted_models` sets the value.
     """
     times: Times = field(default_factory=Times)
     row_times: list[float] = field(default_factory=list)
-    """Seconds per row in each of the last windows."""
+    """Seconds per row (token) in each of the last windows, which are a few global batches of every job
+    each."""
     peaks: list[Peak] = field(default_factory=list)
     unused_decoder_bytes: Callable[[], int] = int
-    """Function that returns the number of bytes that are reserved for text generation but were not used. They
-    are missing from measured peaks, but plans must count them."""
+    """Function that returns the number of bytes that are reserved for text generation but were not used.
+    Measured peaks lack these bytes, but plans must count them."""
     least_error: int = 0
-    """Minimum number of bytes that are added to every predicted peak. It is set after a device ran out of
-    memory."""
+    """Minimum number of bytes that are added to every predicted peak. The value is above 0 only after a
+    device ran out of memory."""
     _last_window_content: object = None
 
     def __post_init__(self) -> None:
@@ -123,8 +132,8 @@ class FittedModels:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the fitted models from a dict that `state_record` has returned. Raise ValueError if it is
-        invalid."""
+        """Restore the fitted models from a dict that `state_record` has returned. Raise ValueError if the
+        dict is invalid."""
         try:
             # Runs started before the head was counted separately have not recorded it.
             memory = {"head": 0.0, **record["memory"]}
@@ -141,8 +150,8 @@ class FittedModels:
     def predict_window(
         self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> WindowPrediction:
-        """Predict time and memory of a window. `price` is a function that returns the predicted seconds of
-        the program; None selects the fitted time model."""
+        """Return the predicted time and memory of a window (a few global batches of every job). `price` is a
+        function that returns the predicted seconds of the program; None selects the fitted time model."""
         content = _window_content(program)
         changed, self._last_window_content = content != self._last_window_content, content
         need = window_need(self.fitted_memory, list(shapes.values()), program)
@@ -159,7 +168,7 @@ class FittedModels:
         )
 
     def record_outcome(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
-        """Refit the prediction models with the measurements of an executed window."""
+        """Refit the time and memory models for predictions to the measurements of an executed window."""
         times = self.times
         if times.passes:
             # The first window includes setup that later windows do not repeat.
@@ -180,8 +189,8 @@ class FittedModels:
 
     def tokens_within(self, seconds: float) -> int | None:
         """Return the number of tokens of a microbatch whose forward and backward are each predicted to take
-        at most `seconds`. Its composition is assumed to be that of the latest passes. Return None if no pass
-        has been measured."""
+        at most `seconds` seconds. The number of jobs, and the numbers of samples and other counts per token,
+        are assumed to be those of the latest passes. Return None if no pass has been measured."""
         recent = [one.work for one in self.times.passes if one.training][-RECENT_PASSES:]
         if not recent:
             return None
@@ -221,7 +230,7 @@ class FittedModels:
 
     def adopt_fitted_models(self) -> bool:
         """Make later plans use the fitted memory model and the measured seconds per row. To keep plans
-        stable, do so only after 1, 2, 4, 8, ... windows. Return whether plans change."""
+        stable, this happens only after 1, 2, 4, 8, ... windows. Return whether plans change."""
         if self.windows & (self.windows - 1):
             return False
         # The slack is not adopted: memory that the process accumulates besides the jobs must not reject a job
@@ -240,8 +249,8 @@ class FittedModels:
 
 
 def _window_content(program: Program) -> object:
-    """Return the jobs and the sorted sample lengths of each pass in a window. Windows with equal content take
-    equally long."""
+    """Return the jobs and the sorted sample lengths of each pass in a program. Programs with equal content
+    take equally long."""
     return [
         [
             (segment.job, sorted(placed.length for placed in segment.samples))

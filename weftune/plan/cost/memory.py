@@ -1,10 +1,10 @@
 """Memory that a run will need on each device, predicted for every layout before anything is loaded.
 
-peak = process + base + state of every attached adapter + activations of one microbatch + logits of one chunk
-+ slack. A layer keeps activations for its backward in proportion to the widths of its sites (adapted
-linears). Logits count only on the worker with the head. If several stages use a device in turn, the device
-keeps the inputs of all stages and the activations of the largest one, since forwards are recomputed. Every
-prediction is logged with the measured peak, and `memory_fit.py` fits the model to both.
+peak = process + base + state of the adapter of every running job + activations of one microbatch + logits of
+one chunk + slack. A layer keeps activations for its backward in proportion to the widths of its sites
+(adapted linears). Logits count only on the worker with the head. If several stages take turns on a device,
+the device keeps the inputs of all stages and the activations of the largest one, since forwards are
+recomputed. Every prediction is logged with the measured peak, and `memory_fit.py` fits the model to both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from weftune.plan.program.program import NOTHING, Recompute
 
 ENOUGH_TOKENS = 2048
 """Tokens per microbatch that keep a device busy. If memory does not suffice for microbatches of this size,
-layers are recomputed instead of making microbatches smaller."""
+layers are recomputed in the backward; microbatches do not become smaller."""
 
 TILE_ROWS, SMALL_TILE_ROWS = 8192, 1024
 """Numbers of rows in a tile, the part of a microbatch that a layer computes at a time: the usual number,
@@ -54,11 +54,12 @@ FUSED_SLACK_BYTES = 9 << 28
 """Slack: bytes for temporaries, rounding by the allocator, and the logits of one chunk of rows. Chunks are
 larger on a GPU."""
 TILED_SLACK_BYTES = 512 << 20
-"""Slack bytes of passes in tiles. They need less, since they are not captured as CUDA graphs and have freed
-their logits in the backward."""
+"""Slack bytes (for temporaries and rounding) of passes in which layers compute a tile of rows at a time. Such
+passes need less slack, since they are not captured as CUDA graphs and have freed their logits in the
+backward."""
 LOGIT_COPIES = 2
-"""Number of tensors of the size of a chunk's logits: the logits, and their softmax, which is later
-overwritten by the gradient."""
+"""Number of tensors of the size of the logits of one chunk of rows: the logits, and their softmax, which is
+later overwritten by the gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,10 @@ class MemoryFit:
     activations: float = 1.0
     slack: float = 1.0
     head: float = 0.0
-    """Factor for the logits; 0 if they were not measured separately and are covered by the slack."""
+    """Factor for the logits; 0 if the logits were not measured separately and are covered by the slack."""
     error: int = 0
-    """Bytes by which predictions may be too low. They are added when it is decided whether jobs fit."""
+    """Bytes by which predictions may be too low. These bytes are added when it is decided whether jobs
+    fit."""
 
 
 UNFITTED = MemoryFit()
@@ -79,7 +81,8 @@ UNFITTED = MemoryFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Predicted memory of one device in bytes, by use, before correction factors are applied."""
+    """Predicted memory of one device in bytes, divided by what the bytes are used for, before correction
+    factors are applied."""
 
     resident_bytes: int
     """Bytes of the process and of the base's weights."""
@@ -87,7 +90,7 @@ class MemoryNeed:
     activation_bytes: int
     slack_bytes: int
     logit_bytes: int = 0
-    """Bytes of the logits of one chunk; 0 if the worker does not have the head."""
+    """Bytes of the logits of one chunk of rows; 0 if the worker does not have the head."""
 
     def total_bytes(self, fit: MemoryFit) -> int:
         fitted = (
@@ -103,8 +106,8 @@ ADVISED_SHARE = 0.1
 setting."""
 SPARE = 1
 """Number of spare microbatches: microbatches in flight in a pipeline in addition to those of the 1F1B
-schedule. They keep a stage busy if an input is late. Admission and the token capacity leave memory for
-them."""
+schedule. Spare microbatches keep a stage busy if an input is late. Admission and the token capacity leave
+memory for them."""
 MAX_SPARE = 4
 """Maximum number of spare microbatches (in flight in a pipeline in addition to those of the 1F1B schedule) if
 memory has room for them."""
@@ -113,8 +116,8 @@ WHOLE = one_device_layout()
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The formula for the memory of a run in a given layout. It decides which jobs are admitted, how many
-    tokens microbatches have, and what is recomputed in the backward."""
+    """The formula for the memory of a run in a given layout. The results decide which jobs are admitted, how
+    many tokens microbatches have, and what is recomputed in the backward."""
 
     shape: ModelShape
     """Shape of the whole base."""
@@ -130,9 +133,9 @@ class MemoryModel:
     """Slack bytes: for temporaries, rounding by the allocator, and the logits of one chunk of rows. None
     selects the default."""
     spare_microbatches: int = SPARE
-    """Microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
+    """Number of microbatches in flight in a pipeline in addition to those of the 1F1B schedule."""
     first_only_bytes: int = 0
-    """Process memory that only the first worker needs, in bytes: that of the tokenizer and the data."""
+    """Bytes of process memory that only the first worker needs, for the tokenizer and the data."""
     host_budget_bytes: int = 0
     """Bytes of host memory that the run may use for an offloaded optimizer and for offloaded activations."""
     decoder_bytes: int = 0
@@ -234,7 +237,7 @@ class MemoryModel:
 
     @cached_property
     def _stage_ranges(self) -> list[LayerRange]:
-        """Layers of each stage."""
+        """Range of layers of each stage."""
         stages, layers = self.layout.stages, self.shape.layers
         if len(stages) == 1:
             return [LayerRange(0, layers, layers)]
@@ -289,7 +292,7 @@ class MemoryModel:
     def _streamed_worker_need(
         self, worker_layout: WorkerLayout, memory: StreamedMemory, supervised: float
     ) -> MemoryNeed:
-        """Return the predicted bytes of a worker whose stages share the device in turn. Bytes are counted as
+        """Return the predicted bytes of a worker whose stages take turns on its device. Bytes are counted as
         in the search for the stages, so that every job for which the search reserved memory is admitted."""
         own = [worker_layout.stages[stage] for stage in worker_layout.own_stages]
         sizes, resident = [stage.layer_count for stage in own], [stage.is_resident for stage in own]
@@ -314,8 +317,8 @@ class MemoryModel:
     # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING, jobs: Sequence[JobShape] = ()) -> int:
-        """Return the device bytes that one more token per microbatch needs, on the worker where it needs the
-        most."""
+        """Return the device bytes that one more token per microbatch needs, on the worker where the token
+        needs the most bytes."""
         if self._keeps_activations:
             return max(self._kept_bytes(part, recompute, jobs) for part in self._part_shapes)
         largest = max(stage.layer_count for stage in self.layout.stages)
@@ -328,16 +331,16 @@ class MemoryModel:
 
     @property
     def pass_layers(self) -> int:
-        """Number of layers on the worker that holds the most layers, for which the activation bytes of a
-        token are counted."""
+        """Number of layers of the worker that holds the most layers, with which activation bytes per token
+        are computed."""
         return (
             max(part.layers for part in self._part_shapes) if self._keeps_activations else self.shape.layers
         )
 
     def _kept_bytes(self, part: ModelShape, recompute: Recompute, jobs: Sequence[JobShape]) -> int:
         """Return the activation bytes of all microbatches in flight, per token of one microbatch. In a
-        pipeline, one microbatch per stage is in flight, plus the spare ones. Without a pipeline, two are in
-        flight if microbatches overlap, which they do only if nothing is recomputed."""
+        pipeline, one microbatch per stage is in flight, plus `spare_microbatches`. Without a pipeline, two
+        microbatches are in flight if they overlap, which requires that nothing is recomputed."""
         workers = self.layout.workers
         each = token_bytes(part, self.shape.layers, self.uses_fused_ops, recompute, jobs)
         if self.layout.overlaps and recompute == NOTHING:
@@ -355,15 +358,16 @@ class MemoryModel:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of the master weight of one parameter."""
+        """Bytes of the fp32 master weight of one adapter parameter."""
         return max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the bytes of adapter state, in device and host memory together."""
+        """Return the bytes of adapter state (parameters, gradients and optimizer state), in device and host
+        memory together."""
         return state_bytes(jobs, self.shape.bytes_per_value)
 
     def host_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Return the host bytes of an optimizer that is offloaded, or 0 if it is not."""
+        """Return the host bytes of an optimizer that is offloaded, or 0 if the optimizer is not offloaded."""
         if not self.layout.offloads_optimizer:
             return 0
         each = optimizer_bytes(self.shape.bytes_per_value)
@@ -384,8 +388,8 @@ class MemoryModel:
 
         Whole layers are recomputed only if microbatches would otherwise be smaller than `ENOUGH_TOKENS` or
         the longest sample, since smaller microbatches cost less than recomputation. If no choice has room for
-        such microbatches, return the one that recomputes the most or, if the longest sample does not fit with
-        it, the one that needs the least memory.
+        such microbatches, return the choice that recomputes the most or, if the longest sample does not fit
+        with that choice, the choice that needs the least memory.
         """
         choices = self._recompute_choices(max_sample_tokens(jobs))
         room = cache(partial(self._max_fitting_tokens, jobs))
@@ -469,8 +473,8 @@ class MemoryModel:
 
     def _recompute_choices(self, rows: int) -> list[Recompute]:
         """Return the recomputation choices for samples of `rows` rows, the fastest first. Only fused layers
-        can recompute a part of their activations. Stages that use a device in turn always recompute all of
-        them."""
+        can recompute a part of their activations. Stages that take turns on a device always recompute all
+        their activations."""
         if not (self.uses_fused_ops and self._keeps_activations):
             return [NOTHING]
         tiled = self._tiled_choices()
@@ -485,8 +489,9 @@ class MemoryModel:
         return untiled
 
     def _tiled_choices(self) -> list[Recompute]:
-        """Return the recomputation choices in which layers are computed in tiles, the fastest first.
-        Attention is recomputed only if its output fits neither on the device nor in host memory."""
+        """Return the recomputation choices in which layers are computed in tiles (some rows at a time), the
+        fastest first. Attention is recomputed only if its output fits neither on the device nor in host
+        memory."""
         layers = self.pass_layers
         everything = Recompute(True, layers, TILE_ROWS, keeps_attention=True)
         counts = range(layers if self.shape.routes_to_experts else 0, layers)

@@ -1,4 +1,5 @@
-"""Correction factors of the memory model, fitted to the measured memory peaks of a run's windows.
+"""Correction factors of the memory model, fitted to the measured memory peaks of a run's windows (a few
+global batches of every job each).
 
 Non-negative least squares finds factors for adapter state, activations and slack (temporaries and rounding);
 the factors known before the run count like a measurement. The factor for the logits stays as profiled. The
@@ -23,22 +24,24 @@ DOUBT = (0.1, 0.5, 1.0)
 """Prior relative standard deviations of the memory correction factors for adapter state, activations and
 slack."""
 FLOOR = 0.1
-"""Minimum of a fitted correction factor, relative to the factor known before the run. It keeps factors above
-zero."""
+"""Minimum of a fitted correction factor, relative to the factor known before the run. This minimum keeps
+factors above zero."""
 MAX_PEAKS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The predicted memory of a window, before correction factors are applied, and its measured peak."""
+    """The predicted memory of a window (a few global batches of every job), before correction factors are
+    applied, and the measured peak."""
 
     predicted_need: MemoryNeed
     measured_bytes: int
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> MemoryNeed:
-    """Return the predicted memory of a window, computed from its largest microbatch or, in a pipeline, from
-    the microbatches that are in flight at the same time. They may be smaller than the capacity allows."""
+    """Return the predicted memory of a window (a few global batches of every job), computed from its largest
+    microbatch or, in a pipeline, from the microbatches that are in flight at the same time. These
+    microbatches may be smaller than the capacity allows."""
     if memory.layout.is_pipeline:
         rows = rows_in_flight(memory, program, memory.key_value_fractions(jobs, program.recompute))
         return memory.need_for_rows(jobs, rows, program.recompute, scored_rows(program))
@@ -51,7 +54,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
 
 
 def scored_rows(program: Program) -> int:
-    """Return the largest number of rows per microbatch that go through the head."""
+    """Return the largest number of rows of a microbatch that go through the head (the output layer)."""
     return max(
         (
             sum(placed.supervised_tokens for segment in microbatch.segments for placed in segment.samples)
@@ -114,8 +117,8 @@ def _rows_of_forward(program: Program, number: int, key_value_fraction: float) -
 
 def _gradient_rows(program: Program, number: int, gradient_fraction: float) -> float:
     """Return the size of the gradients of a sample's keys and values, as the number of rows with equally many
-    activation bytes. They are allocated by the backward of the sample's last chunk; for any other microbatch,
-    return 0."""
+    activation bytes. The backward of the sample's last chunk allocates these gradients; for any other
+    microbatch, return 0."""
     chunk, rows = program.microbatches[number].chunk, _sample_rows(program, number)
     is_last = chunk is not None and (chunk.chunk_start or 0) + chunk.length == rows
     return gradient_fraction * rows if is_last else 0.0

@@ -1,4 +1,4 @@
-"""Non-negative least squares without scipy, which no other part of the package needs."""
+"""Non-negative least squares in NumPy alone, since no other part of the package needs scipy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOLERANCE = 1e-12
 def solve_nnls(matrix: Array, target: Array) -> Array:
     """Return the non-negative least-squares solution by Lawson and Hanson's active-set method.
 
-    The method begins with all columns in the active set, which usually gives the solution at once. It
-    repeatedly removes columns whose value would become negative, and adds the column with the steepest
+    The method begins with all columns in the active set, which usually gives the solution at once. The method
+    then repeatedly removes columns whose value would become negative, and adds the column with the steepest
     descent.
 
     Coordinate descent would be shorter code, but needs thousands of iterations if columns are nearly

@@ -1,7 +1,7 @@
 """Initial terms of the time model, computed from the shape of a base before anything is measured.
 
 A term is the cost per token, sample or other unit of a pass. Only the ratios of the costs are known, not
-their seconds. They are computed separately for the embedding, one layer, the head with the loss, and the
+their seconds. The terms are computed separately for the embedding, one layer, the head with the loss, and the
 adapters of all layers together.
 """
 
@@ -14,12 +14,13 @@ from weftune.plan.cost.estimate import ADAPTER_BACKWARD, ATTENTION_BACKWARD, bas
 from weftune.plan.cost.time import CostModel, Rate, Terms
 
 FIXED_ROWS = 16
-"""Fixed time of a pass (a forward or a backward), in units of the time of one row."""
+"""Fixed time of a pass (a forward or a backward), in units of the time of one row (token)."""
 SEGMENT_ROWS = 2
-"""Fixed time that each job adds to a pass (a forward or a backward), in units of the time of one row."""
+"""Fixed time that each job adds to a pass (a forward or a backward), in units of the time of one row
+(token)."""
 ADAPTER_COST = 4.0
-"""Time per FLOP of an adapter relative to the base. It is above 1, since the matrix products of adapters are
-narrow."""
+"""Time per FLOP of an adapter relative to the base. The value is above 1, since the matrix products of
+adapters are narrow."""
 HEAD_PASSES = 2.0
 """Time of the head's forward relative to its matrix product alone. The forward also computes the gradient of
 the head's input."""
@@ -27,8 +28,8 @@ the head's input."""
 
 @dataclass(frozen=True, slots=True)
 class KindTerms:
-    """Coefficients of the time model of a forward or of a backward, for each part of the base. `layer` is for
-    a single layer, and `adapter` for the adapters of all layers."""
+    """Coefficients of the time model of a forward or of a backward, for each part of the base. The field
+    `layer` is for a single layer, and `adapter` for the adapters of all layers together."""
 
     embedding: Terms
     layer: Terms
@@ -68,8 +69,8 @@ class DirectionTerms:
 
 
 def flop_terms(shape: ModelShape) -> DirectionTerms:
-    """Return the coefficients of the time model of a base of this shape. They are in FLOPs instead of
-    seconds, since the seconds per FLOP are unknown."""
+    """Return the coefficients of the time model of a base of this shape. The coefficients are in FLOPs
+    instead of seconds, since the seconds per FLOP are unknown."""
     layer = next(one for one in base_layers(shape, 0, has_separate_ends=False) if one.kind == "layer")
     head = 2.0 * shape.vocabulary * shape.hidden
     return DirectionTerms(

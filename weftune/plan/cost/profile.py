@@ -43,7 +43,8 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class LayeredPass:
-    """Measured time and peak memory of a pass over a base that was cut to `layers` layers."""
+    """Measured time and peak memory of the forward and backward of a microbatch over a base of which only
+    `layers` layers were kept."""
 
     layers: int
     time: PassTime
@@ -71,7 +72,7 @@ class Profile:
     the tokenizer."""
     first_seconds: float = 0.0
     """Additional seconds that the first passes of a process take. 0 if kernels were compiled during the
-    measurement, which would distort it."""
+    measurement, which would distort the result."""
 
     def process_bytes_of(self, workers: int) -> int:
         """Return the bytes that the first of `workers` processes holds before a base is loaded; 0 if
@@ -96,7 +97,7 @@ def profile_key(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 
 def shape_hash(shape: ModelShape) -> str:
-    """Return a hash of the sizes of a base. It does not depend on the names of the linears."""
+    """Return a hash of the sizes of a base, which does not depend on the names of the linears."""
     widths = sorted(
         (site.in_features, site.out_features, *((site.experts, site.active_matrices) if site.experts else ()))
         for site in shape.sites
@@ -139,8 +140,9 @@ def find_profile(key: ProfileKey) -> Profile | None:
 
 
 def find_local_profile(shape: ModelShape, gpu: str | None = None, processes: int = 1) -> Profile | None:
-    """Return the cached profile of a base on the GPU with this name. Without a name, return that of this
-    machine's CPU, whose cores are shared by `processes` processes. Return None if there is none."""
+    """Return the cached profile of a base on the GPU with this name. Without a name, return the profile of
+    this machine's CPU, whose cores are shared by `processes` processes. Return None if there is no such
+    profile."""
     return find_profile(
         profile_key(shape, gpu, 0) if gpu else profile_key(shape, "cpu", cpu_threads(processes))
     )

@@ -24,8 +24,8 @@ INSIDE = ("fixed", "token", "square", "sample", "segment")
 
 
 DOUBT = 1.0
-"""Relative standard deviation of a fitted coefficient around its initial value, which follows from the shape
-of the base."""
+"""Relative standard deviation of a fitted coefficient of the time model around its initial value, which
+follows from the shape of the base."""
 
 
 def pass_terms(profile: Profile, shape: ModelShape) -> DirectionTerms:

@@ -28,8 +28,8 @@ MAX_MEASUREMENTS = 400
 """Maximum number of measurements of each kind (passes, optimizer steps, saves) that the time model is fitted
 to: the latest ones."""
 HALF_LIFE = 60
-"""Number of later passes after which the weight of a measurement has halved. Weights decrease because the
-speed of a machine changes."""
+"""Number of later measurements after which the weight of a measurement in the fit has halved. Weights
+decrease because the speed of a machine changes."""
 NOISE = 0.1
 """Relative error of one time measurement."""
 DOUBT = 0.25
@@ -39,8 +39,8 @@ GUESSED = 10.0
 """Relative standard deviation of a fitted coefficient of the time model for which no value was known before
 the run."""
 FAINT = 0.02
-"""Approximate fraction of the time of a pass that a term of the time model can reach if it was 0 before the
-run."""
+"""Approximate maximum fraction of a pass's time for which a fitted term of the time model can account if the
+term was 0 before the run."""
 CAUTION = 2.0
 """Number of measured passes with which the measured level (the overall ratio of measured to predicted time)
 has half of its full weight."""
@@ -57,7 +57,8 @@ class Times:
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
-    """Seconds per action of each window that were spent outside passes, optimizer steps and saves."""
+    """For each window (a few global batches of every job), the seconds per action that were spent outside
+    passes, optimizer steps and saves."""
 
     def drop_old_measurements(self) -> None:
         """Drop all measurements of each kind but the latest ones, to which the time model is fitted."""
@@ -93,8 +94,8 @@ def refit_cost_model(initial_cost: CostModel, times: Times) -> CostModel:
 
 
 def _speed_ratio(initial_cost: CostModel, passes: Sequence[PassTime], prior_weight: float) -> float:
-    """Return the weighted median of the ratios of measured to predicted times. It is shrunk towards 1 if
-    there are few measurements."""
+    """Return the weighted median of the ratios of measured to predicted times, shrunk towards 1 if there are
+    few measurements."""
     expected = [
         initial_cost.pass_seconds(p.work) if p.training else initial_cost.evaluation(p.work) for p in passes
     ]

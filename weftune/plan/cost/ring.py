@@ -16,11 +16,12 @@ from weftune.core.shapes import JobShape
 PIECE = 1 << 22
 """Maximum number of parameters per device buffer for optimizer steps whose state is in host memory."""
 PIECES = 3
-"""Number of device buffers for optimizer steps whose state is in host memory. While one is updated, another
-is filled and a third is copied back."""
+"""Number of device buffers for optimizer steps whose state is in host memory. While one buffer is updated,
+another is filled and a third is copied back."""
 TRAVEL_ROUNDS = 8
-"""Number of rounds (one global batch of every job) per window if optimizer state is in host memory. It is
-large because no forward or backward overlaps with the transfers after the last round of a window."""
+"""Maximum number of rounds (one global batch of every job) per window, the part of a run that is planned at a
+time, if optimizer state is in host memory. The number is large because no forward or backward overlaps with
+the transfers after the last round of a window."""
 MARGIN = 128
 """Maximum number of parameters by which each job's part of a buffer grows if it is rounded up to whole
 blocks."""
@@ -43,23 +44,23 @@ def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
 
 
 def step_bytes(bytes_per_value: int) -> int:
-    """Return the bytes per parameter that are copied to the device for an optimizer step."""
+    """Return the bytes per adapter parameter that are copied to the device for an optimizer step."""
     return _STATE * max(4, bytes_per_value)
 
 
 def optimizer_bytes(bytes_per_value: int) -> int:
-    """Return the bytes per parameter of the master weight and two moments, which an optimizer step copies in
-    both directions if only the optimizer is offloaded."""
+    """Return the bytes per adapter parameter of the master weight and two moments, which an optimizer step
+    copies in both directions if only the optimizer is offloaded."""
     return (_STATE - 1) * max(4, bytes_per_value)
 
 
 def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
     """Return the device bytes of all buffers for optimizer steps if only the optimizer is offloaded. `parts`
-    contains the number of parameters of each job."""
+    contains the number of adapter parameters of each job."""
     together = sum(part + MARGIN for part in parts if part)
     return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 
 
 def copied_back_bytes(bytes_per_value: int) -> int:
-    """Return the bytes per parameter that are copied back to the host after an optimizer step."""
+    """Return the bytes per adapter parameter that are copied back to the host after an optimizer step."""
     return (_STATE - 1) * max(4, bytes_per_value) + bytes_per_value

@@ -40,9 +40,9 @@ RECOMPUTED_FACTOR = 1.4
 divided by the summed widths of its linears."""
 TILED_HIDDEN, TILED_ATTENTION = 2.0, 9.2
 """Values per token that a layer holds for all rows during the backward of its attention, in addition to its
-input, if the rest of the layer is computed in tiles of rows. They are multiples of the hidden width and of
-the attention width, and include gradients, queries, keys, values, outputs and buffers of kernels. Measured on
-an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
+input, if the rest of the layer is computed in tiles of rows. The two numbers are multiples of the hidden
+width and of the attention width, and include gradients, queries, keys, values, outputs and buffers of
+kernels. The values were measured on an H200 with 8,192 to 131,072 tokens (docs/benchmarks.md)."""
 TILED_KEPT = 3.0
 """Number of values per token in the gradients and buffers of a layer that is computed in tiles of rows and
 keeps all other values from its forward, as a multiple of the attention width."""
@@ -57,9 +57,10 @@ UNDIVIDED, OUTPUTS_UNDIVIDED = 4, 2
 residual after attention, and the outputs of both norms. The second number is for passes that recompute the
 outputs of norms."""
 LOG_SUMS = 1 / 64
-"""Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to those of its output."""
+"""Bytes of the softmax statistics (log-sum-exp) that attention keeps, relative to the bytes of attention's
+output."""
 ON_THE_WAY = 4
-"""Maximum number of full microbatches whose activations or gradients are in transfer to or from a stage's
+"""Maximum number of full microbatches whose activations or gradients are being sent to or from a stage's
 device at a time."""
 
 
@@ -84,7 +85,7 @@ def token_bytes(
 
 
 def _values_of_kinds(jobs: Sequence[JobShape]) -> int:
-    """Return the number of additional values per token that fused layers keep for the kinds of adapters of
+    """Return the number of additional values per token that fused layers keep because of the adapter kinds of
     these jobs, in all layers together."""
     # Jobs that scale outputs mostly scale the same ones, which are kept once for all jobs. Copies are those
     # of a job's own rows, which are a part of the microbatch.
@@ -228,12 +229,13 @@ class StreamedMemory:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of one stage's inputs for a whole round."""
+        """Bytes of one stage's inputs for a whole round (one global batch of every job)."""
         return self.round_rows * self._row_bytes
 
     @cached_property
     def stage_input_bytes(self) -> int:
-        """Device bytes that each additional stage needs for the inputs of a whole round."""
+        """Device bytes that each additional stage needs for its inputs of a whole round (one global batch of
+        every job)."""
         return 0 if self.offloads_inputs else self.input_bytes
 
     @cached_property
@@ -281,9 +283,9 @@ class StreamedMemory:
     ) -> tuple[int, int, int]:
         """Return the bytes of weights, of adapter state and of activations on a worker's device.
 
-        `sizes` and `resident_stages` contain, for each of its stages, the number of layers and whether the
-        stage stays on the device. `slots` is the number of slots for streamed stages, and `stages` the number
-        of stages of all workers.
+        `sizes` and `resident_stages` contain, for each stage of the worker, the number of layers and whether
+        the stage stays on the device. `slots` is the number of slots (places in device memory) for streamed
+        stages, and `stages` the number of stages of all workers.
         """
         passing = [size for size, stays in zip(sizes, resident_stages, strict=True) if not stays]
         own, largest = sum(sizes), max(sizes)

@@ -24,7 +24,7 @@ from weftune.plan.program.program import (
 )
 
 JobShapes = Mapping[str, JobShape]
-"""Maps the name of every attached job to its shape."""
+"""Maps the name of every running job to its shape, a record of its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,9 @@ class Terms:
         return sum(each * count for each, count in zip(self.values(), term_counts(work), strict=True))
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
-        """Return the number of tokens with which a pass takes `seconds`, or 0 if even an empty pass takes
-        longer. The pass has as many segments as `typical_work`; its other counts grow with its tokens."""
+        """Return the number of tokens with which a pass takes `seconds` seconds, or 0 if even an empty pass
+        takes longer. The pass has as many segments (jobs) as `typical_work`; its other counts grow in
+        proportion to its tokens."""
         constant = self.fixed + self.segment * typical_work.segments
         per_token = (self(typical_work) - constant) / typical_work.tokens
         return int(max(0.0, seconds - constant) / max(per_token, 1e-12))
@@ -169,12 +170,14 @@ class CostModel:
     known."""
 
     def pass_seconds(self, work: PassWork) -> float:
-        """Return the seconds of a forward and a backward together."""
+        """Return the predicted seconds of a forward and its backward together, given the counts of the
+        pass."""
         return self.forward(work) + self.backward(work)
 
     def tokens_within(self, seconds: float, typical_work: PassWork) -> int:
-        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`.
-        Its numbers of samples and supervised rows per token are assumed to be those of `typical_work`."""
+        """Return the number of tokens of a microbatch whose forward and backward each take at most `seconds`
+        seconds. The microbatch is assumed to have as many samples and supervised rows per token as
+        `typical_work`."""
         return min(terms.tokens_within(seconds, typical_work) for terms in (self.forward, self.backward))
 
     def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
@@ -232,7 +235,8 @@ def active_parameters_by_job(shapes: JobShapes) -> dict[str, int]:
 def _solo_work(
     batches: Iterable[GlobalBatch], capacity: int, active_parameters: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
-    """Yield the work counts of every pass of a training in which no two global batches share a microbatch."""
+    """Yield the counts (tokens, samples and others) of every pass over these global batches if no two of them
+    shared a microbatch."""
     for batch in batches:
         lengths = [placed.length for placed in batch.samples]
         fits = sum(lengths) <= capacity

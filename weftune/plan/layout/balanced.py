@@ -1,4 +1,5 @@
-"""Distribution of latencies over a given number of buckets, so that the sums of the buckets are nearly equal.
+"""Distribution of latencies over a given number of buckets (groups), so that the sums of the buckets are
+nearly equal.
 
 The distribution with the smallest variance is sought. Since the mean of the sums is fixed, it is the one with
 the smallest sum of squares. For few latencies, the optimum is found. For many, the longest latencies are
@@ -15,14 +16,16 @@ from numpy.typing import NDArray
 EXACT = 10
 """Maximum number of latencies for which every distribution over buckets is tried."""
 SMALLEST_GAIN = 1e-12
-"""Minimum relative reduction of the sum of squares that counts as a gain and not as a rounding error."""
+"""Minimum relative reduction of the sum of squared bucket sums that counts as a gain and not as a rounding
+error."""
 
 Buckets = tuple[tuple[int, ...], ...]
-"""Indices of the latencies in each bucket."""
+"""For each bucket (group of latencies), the indices of its latencies."""
 
 
 def balance_latencies(latencies: Sequence[float], count: int) -> Buckets:
-    """Return `count` buckets, none of them empty, over which the latencies are distributed evenly."""
+    """Return `count` buckets of latencies, none of them empty, whose sums are as nearly equal as the search
+    finds."""
     assert 1 <= count <= len(latencies), "every bucket needs a latency"
     buckets = improve_by_moves(assign_longest_first(latencies, count), latencies)
     return _Search(latencies, buckets).best if len(latencies) <= EXACT else buckets
@@ -37,8 +40,8 @@ def bucket_sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
 
 
 def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
-    """Return `count` buckets. Latencies are assigned in the order from the longest to the shortest, each to
-    the bucket with the smallest sum so far."""
+    """Return `count` buckets of latencies, which are assigned from the longest to the shortest, each to the
+    bucket with the smallest sum so far."""
     buckets: list[list[int]] = [[] for _ in range(count)]
     filled = [0.0] * count
     for index in _order_by_length(latencies):
@@ -49,8 +52,8 @@ def assign_longest_first(latencies: Sequence[float], count: int) -> Buckets:
 
 
 def improve_by_moves(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
-    """Return better buckets, found by greedy search: the move or swap of latencies that reduces the sum of
-    squares most is applied, until none reduces it."""
+    """Return buckets with more nearly equal sums, found by greedy search: the move or swap of latencies that
+    reduces the sum of the squared bucket sums most is applied, until none reduces it."""
     each = np.array(latencies, dtype=float)
     home = np.empty(len(each), dtype=int)
     for number, bucket in enumerate(buckets):
@@ -65,7 +68,7 @@ def _best_change(
     latencies: NDArray[np.float64], bucket_indices: NDArray[np.int_], count: int
 ) -> dict[int, int]:
     """Return the best move or swap of latencies, as a dict from the index of each moved latency to its new
-    bucket. The dict is empty if no change reduces the sum of squares."""
+    bucket. The dict is empty if no change reduces the sum of the squared bucket sums."""
     bucket_sums = np.bincount(bucket_indices, weights=latencies, minlength=count)
     # Moving d from a bucket of sum A to one of sum B changes the squares by 2d(B − A + d).
     moves = (
@@ -86,8 +89,8 @@ def _best_change(
 
 
 class _Search:
-    """An exhaustive search over distributions of latencies to buckets. It skips distributions that cannot be
-    better than the best one found so far."""
+    """An exhaustive search over distributions of latencies to buckets. The search skips distributions that
+    cannot be better than the best one found so far."""
 
     def __init__(self, latencies: Sequence[float], initial_buckets: Buckets) -> None:
         self.latencies = latencies

@@ -2,8 +2,9 @@
 reasons.
 
 `weftune train` calls `choose_layout` for the machine that it runs on, and `weftune plan` for this or another
-machine. If one device is used, the base stays on it if it fits, and is otherwise streamed from host memory.
-Several workers hold one stage (consecutive layers) each, or stream the base together if a stage does not fit.
+machine. On a single device, the base stays in device memory if it fits there, and is otherwise streamed from
+host memory. Several workers hold one stage (consecutive layers) each, or stream the base together if a stage
+does not fit.
 """
 
 from __future__ import annotations
@@ -62,16 +63,17 @@ from weftune.plan.window.pace import LoadPace, StagePace, WindowPace, first_pace
 from weftune.plan.window.window import ALL_MECHANISMS, Mechanisms, Pacing
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
-"""Number of global batches of each job per window, for one worker and for a pipeline. A pipeline has longer
-windows, since it may have to fill and drain in each of them."""
+"""Maximum number of global batches of each job per window (the part of a run that is planned at a time), for
+one worker and for a pipeline. A pipeline has longer windows, since it may have to fill and drain in each of
+them."""
 PROCESS_BYTES = 512 << 20
 """Bytes that a training process on a CPU is assumed to hold before anything is loaded, unless measured."""
 CPU_CHUNK_ROWS = 128
-"""Minimum rows of the chunks into which long samples may be cut on a CPU. It is small, since even a
+"""Minimum rows of the chunks into which long samples may be cut on a CPU. The number is small, since even a
 few rows keep a CPU busy."""
 MIN_ROWS = {False: 128, True: 1024}
-"""Minimum rows to which microbatches of a pipeline may be limited, on a GPU (key True) and on a CPU (key
-False)."""
+"""Smallest maximum of rows per microbatch that the planner of a pipeline tries, on a GPU (key True) and on a
+CPU (key False)."""
 MAX_TOKENS = {False: 1024, True: 8192}
 """Default maximum of tokens per microbatch, on a GPU (key True) and on a CPU (key False)."""
 
@@ -87,8 +89,8 @@ class Machine:
 
     on_gpu: bool
     devices: int = 1
-    """Number of devices. It matters only if the number of workers, replicas, shards or shares is left to the
-    planner."""
+    """Number of devices. This number matters only if the number of workers, replicas, shards or shares (parts
+    of the jobs) is left to the planner."""
     budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     process_bytes: int = 0
@@ -107,7 +109,8 @@ class Machine:
     workers: int = 1
     """Number of pipeline stages per replica, or `AUTO` if the planner is to choose it."""
     replicas: int = 1
-    """Number of copies of all stages (data parallelism), or `AUTO` if the planner is to choose it."""
+    """Number of copies of all pipeline stages (data parallelism), or `AUTO` if the planner is to choose
+    it."""
     shards: int = 1
     """Number of workers among which each layer is divided (tensor parallelism), or `AUTO` if the planner is
     to choose it."""
@@ -119,14 +122,17 @@ class Machine:
     link: Link | None = None
     """Link between two workers. None means that sending takes no time."""
     device_flops: float | None = None
-    """FLOP/s of each GPU if there are several. None if they are unknown, or if there is only one device."""
+    """FLOP/s of each GPU if there are several. None if the FLOP/s are unknown, or if there is only one
+    device."""
     profile: Profile | None = None
-    """Measured profile of the device, used to cut stages and to predict the times of a single worker."""
+    """Measured profile of the device, used to divide the layers into stages and to predict the times of a
+    single worker."""
     worker_profile: Profile | None = None
     """Profile of the device, measured with as many threads as each of several workers has."""
     measure_gpu: Callable[[int, int, int], StreamDevice] = _refuse_unmeasured_device
     """Function that returns the GPU with its speeds, measured or from the data sheet, given the available
-    device bytes, host bytes and the number of workers. It is called only if the base may be streamed."""
+    device bytes, host bytes and the number of workers. The function is called only if the base may be
+    streamed."""
     make_file_device: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda device, _short: (
         file_device(device)
     )
@@ -163,8 +169,8 @@ class Machine:
         )
 
     def with_division(self, division: Division) -> Machine:
-        """Return the part of the machine that each share of the jobs uses, with the numbers of workers and
-        the capacity of `division`."""
+        """Return the part of the machine that trains one share (part) of the jobs, with the numbers of
+        workers and the token capacity of `division`."""
         return replace(
             self,
             shares=division.shares,
@@ -183,12 +189,13 @@ class LayoutChoice:
     reasons."""
 
     machine: Machine
-    """Machine on which each share of the jobs runs, with the chosen numbers of workers and shares."""
+    """Part of the machine on which each share (part) of the jobs runs, with the chosen numbers of workers and
+    shares."""
     layout: Layout
     capacity: int
     """Maximum tokens per microbatch, unless a single sample has more."""
     memory: MemoryModel
-    """Memory model used for admission and for the token capacity of windows."""
+    """Memory model by which jobs are admitted and the token capacity of microbatches is set."""
     attached_jobs: tuple[JobShape, ...]
     """Jobs for which the choice was made: those that can run together from the start."""
     round_seconds: float | None = None
@@ -198,33 +205,35 @@ class LayoutChoice:
     host_bytes: int = 0
     """Bytes of host memory that all workers together need."""
     waiting_fraction: float = 0.0
-    """Fraction of a round's time in which devices wait for the host."""
+    """Fraction of the time of a round (one global batch of every job) in which devices wait for the host."""
     reason: str
     """Reason for the choice, as the rest of a sentence that begins with `The base is`."""
     user_note: str = ""
     """Sentence about the layout that a run shows to the user. Empty if the whole base stays on one device."""
     reads_weight_files: bool = False
-    """Whether streamed weights stay in their files and are read from there in every round."""
+    """Whether streamed weights stay in their files and are read from there in every round (one global batch
+    of every job)."""
     stream_device: StreamDevice | None = None
     """Device that the base is streamed to. None unless the base is streamed."""
     window_rounds: int
-    """Number of global batches of each job per window."""
+    """Maximum number of global batches of each job per window, the part of a run that is planned at a
+    time."""
     cost_model: CostModel | None = None
-    """Time model of a single worker, computed from its profile. None without a profile or with several
-    workers."""
+    """Time model of a single worker, computed from the profile (measurements) of its device. None without a
+    profile or with several workers."""
     first_pass_seconds: float = 0.0
     """Additional seconds of the first pass of a single worker. 0 with several workers."""
     step_wait: Rate = NO_TIME
-    """Time that devices wait for optimizer steps whose state is in host memory. The cost model includes
-    it."""
+    """Seconds per job and per parameter for which devices wait for optimizer steps whose state is in host
+    memory. `cost_model` includes this time."""
     stage_times: StageTimes | None = None
     """Predictor of the times of forwards and backwards on each stage. None unless there are several workers
     and a profile."""
     load_pace: LoadPace | None = None
     """Weight bytes of each stage and bandwidth from the host. None unless several workers stream the base."""
     mechanisms: Mechanisms = ALL_MECHANISMS
-    """Optional methods of planning windows, such as cutting long samples into chunks, and whether each of
-    them is used."""
+    """Optional methods of planning a window (a few global batches of every job), such as cutting long samples
+    into chunks, and whether each method is used."""
     candidates: tuple[Candidate, ...] = ()
     """Divisions of the devices among jobs, stages and shards whose speed was predicted, the chosen one first.
     Empty if no sample lengths of the jobs were given."""
@@ -257,8 +266,8 @@ class LayoutChoice:
         are_measured: bool = False,
         hands_over: bool = True,
     ) -> Pacing | None:
-        """Return the options for planning the windows of a pipeline whose stages have the speeds in `paces`,
-        or None if the layout is no pipeline.
+        """Return the options for planning the windows (a few global batches of every job each) of a pipeline
+        whose stages have the speeds in `paces`, or None if the layout is no pipeline.
 
         Cutting samples into chunks and much smaller microbatches are allowed only if the speeds are measured,
         since guessed ones contain no fixed time per pass.
@@ -289,7 +298,7 @@ class LayoutChoice:
         return first_pace(cost, self.shape, on_gpu=machine.on_gpu, max_tokens=self.capacity)
 
     def predict_seconds(self, program: Program, shapes: JobShapes) -> float | None:
-        """Return the seconds that the profile predicts for a window, or None without a profile."""
+        """Return the seconds that the device's profile predicts for a program, or None without a profile."""
         if self.stage_times is not None:
             return self.stage_times.timeline(program, self.layout, shapes, self.load_pace).makespan
         return None if self.cost_model is None else self.cost_model.program_seconds(program, shapes)
@@ -298,7 +307,7 @@ class LayoutChoice:
 def choose_layout(
     shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, workload: Workload | None = None
 ) -> LayoutChoice:
-    """Choose how these jobs run on this machine: layout, token capacity and memory model.
+    """Return how these jobs should run on this machine: layout, token capacity and memory model.
 
     Numbers of workers that are `AUTO` in `machine` are chosen by speeds that are predicted from `workload`,
     which must then be given. Raise PlanError if a job does not fit even alone, or if a job generates answers
@@ -481,7 +490,7 @@ def _more_jobs_reason(
 ) -> str:
     """Return the reason for offloading the optimizer to admit more jobs, as the rest of a sentence after
     `since`. Return an empty string if offloading is not worthwhile. `memory` is the memory model with the
-    optimizer offloaded, and `attached_jobs` are the jobs that it admits."""
+    optimizer offloaded, and `attached_jobs` are the jobs that fit with this model."""
     too_large = {job.name for job in jobs if resident_choice.memory.misfit_reason([job]) is not None}
     only_so = any(memory.misfit_reason([job]) is None for job in jobs if job.name in too_large)
     if not only_so and len(attached_jobs) <= len(resident_choice.attached_jobs):
@@ -505,7 +514,7 @@ def _faster_step_reason(
     device: Callable[[], StreamDevice],
 ) -> str:
     """Return the reason why a step of all jobs is faster with the optimizer offloaded, as the rest of a
-    sentence after `since`. Return an empty string if it is not faster."""
+    sentence after `since`. Return an empty string if the step is not faster."""
     max_tokens = resident_choice.machine.max_tokens
     if (
         not would_more_memory_help(resident_choice.memory, jobs, max_tokens)
@@ -528,8 +537,8 @@ def _faster_step_reason(
 
 def _choose_streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> LayoutChoice | None:
     """Return the layout for streaming the base to one device, or None if streaming is disabled or not needed.
-    On a GPU, it is needed only if some job cannot train alone without it; on an emulated device, only if the
-    jobs that run together cannot."""
+    On a GPU, streaming is needed only if some job cannot train alone without it; on an emulated device, only
+    if the jobs do not fit together without it."""
     budget = machine.stream_budget_bytes
     if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget, machine.decoder_bytes)):
         return None
@@ -725,7 +734,8 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 
 def fitting_jobs(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Return the jobs that run together from the start, selected as the scheduler selects them."""
+    """Return the jobs that run together from the start, selected by the rules of the scheduler: in the order
+    of priority, as many as fit in memory."""
     names = {job.name for job in jobs}
     first = [job for job in jobs if job.source_job not in names]
     never = find_misfits(first, memory.misfit_reason)

@@ -1,12 +1,12 @@
 """The search over ways to divide several devices among jobs: shares × replicas × stages × shards.
 
-A share is a part of the jobs that has its own workers. They hold replicas of the base; each replica is cut
-into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are dropped. The
-speed of the others is predicted (they are priced) for the first window, a few global batches, of the share
-that has the most work, since a run takes as long as its slowest share. Divisions are priced in the order of
-an optimistic bound on their speed, which assumes that no worker waits for another, until no other division
-can be faster. If layers are recomputed to make room for large microbatches, half of the token capacity is
-tried too.
+A share is a part of the jobs that has its own workers. The workers of a share hold replicas of the base; each
+replica is cut into stages, and each stage into shards. Divisions that cannot run or do not fit in memory are
+dropped. The speed of the others is predicted (they are priced) for the first window, a few global batches, of
+the share that has the most work, since a run takes as long as its slowest share. Divisions are priced in the
+order of an optimistic bound on their speed, which assumes that no worker waits for another, until no other
+division can be faster. If layers are recomputed to make room for large microbatches, half of the token
+capacity is tried too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from weftune.plan.layout.choose import LayoutChoice
 
 AUTO = 0
-"""Placeholder for a number of shares, replicas, stages or shards that the planner is to choose."""
+"""Placeholder for a number of shares (parts of the jobs), replicas, stages or shards that the planner is to
+choose."""
 
 SAME_SPEED = 0.01
 """Relative difference in speed below which the simpler of two divisions of the devices is chosen."""
@@ -46,8 +47,8 @@ candidate's speed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """One way to divide devices among jobs, as numbers of shares, replicas, stages and shards, with the token
-    capacity of microbatches."""
+    """One way to divide devices among jobs, as numbers of shares (parts of the jobs), replicas, stages and
+    shards, with the token capacity of microbatches."""
 
     shares: int = 1
     replicas: int = 1
@@ -56,8 +57,8 @@ class Division:
     capacity: int | None = None
     """Maximum tokens per microbatch. None means the default of the device."""
     overlaps: bool = False
-    """Whether two microbatches alternate after every half layer, so that the all-reduces over shards of one
-    overlap with the computation of the other."""
+    """Whether two microbatches alternate after every half layer (attention or feed-forward), so that the
+    all-reduces over shards of one overlap with the computation of the other."""
 
     @property
     def may_overlap(self) -> bool:
@@ -76,8 +77,8 @@ class Division:
     @property
     def complexity(self) -> tuple[int, int, int, int, bool]:
         """Sort key for divisions of the devices with the same speed. The division with the smallest key is
-        chosen. It prefers shares to replicas, replicas to stages, stages to shards, and shards without
-        overlap to those with overlap."""
+        chosen. The key prefers shares (parts of the jobs) to replicas, replicas to stages, stages to shards,
+        and shards without overlap to those with overlap."""
         return self.workers_per_share, self.shards, self.stages, self.replicas, self.overlaps
 
     @property
@@ -107,14 +108,16 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPrice:
-    """Predicted time and memory of the first window (a few global batches) of one share of the jobs."""
+    """Predicted time and memory of the first window (a few global batches) of one share (part) of the
+    jobs."""
 
     tokens: int
     seconds: float
     computing_fraction: float
-    """Fraction of the time in which the devices compute."""
+    """Fraction of the window's time in which the devices compute."""
     seconds_without_link: float
-    """Predicted seconds of the window if transfers between devices took no time."""
+    """Predicted seconds of the window (a few global batches of every job) if transfers between devices took
+    no time."""
     recomputing_fraction: float
     """Fraction of the computing time that is spent on recomputing forwards in the backward."""
     peak_bytes: int
@@ -133,9 +136,10 @@ class Candidate:
     capacity: int
     """Maximum number of tokens per microbatch that fits in memory."""
     tokens_per_second: float
-    """Predicted tokens per second of all jobs together, if the run takes as long as its slowest share."""
+    """Predicted tokens per second of all jobs together, if the run takes as long as the slowest share (part
+    of the jobs)."""
     needs_bytes: int
-    """Peak bytes on the fullest device in the first window."""
+    """Predicted peak bytes on the fullest device in the first window (a few global batches of every job)."""
     idle_fraction: float
     """Fraction of the time of all devices of the machine in which they do not compute."""
     limited_by: str
@@ -145,15 +149,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivisionSpace:
-    """The divisions of the devices that are searched, as the possible numbers of shares, replicas, stages and
-    shards. A number that is set on the command line has one value."""
+    """The divisions of the devices that are searched, as the possible numbers of shares (parts of the jobs),
+    replicas, stages and shards. A number that is set on the command line has one value."""
 
     shares: Sequence[int]
     replicas: Sequence[int]
     stages: Sequence[int]
     shards: Sequence[int]
     capacity: int | None
-    """Maximum tokens per microbatch that the user has requested. None lets the search choose it."""
+    """Maximum tokens per microbatch that the user has requested. None lets the search choose the maximum."""
     may_overlap: bool = False
     """Whether divisions may be tried in which the all-reduces over shards of one microbatch overlap with the
     computation of another."""
@@ -163,7 +167,7 @@ class DivisionSpace:
         return self.capacity is None
 
     def divisions(self, devices: int) -> Iterator[Division]:
-        """Yield all divisions in this space that need at most `devices` devices."""
+        """Yield all divisions of the devices in this space that need at most `devices` devices."""
         pairs = [(stages, shards) for stages in self.stages for shards in self.shards]
         for shares, replicas in product(self.shares, self.replicas):
             left = devices // (shares * replicas)
@@ -187,7 +191,7 @@ class Workload:
     needs."""
 
     windows: Mapping[str, JobWindow]
-    """Maps each job to its next global batches, without evaluations."""
+    """Maps each job to its part of the first window: its next global batches, without evaluations."""
     seconds: Mapping[str, float]
     """Maps each job to the predicted seconds of its whole training on one device. Only the ratios of these
     numbers matter."""
@@ -196,9 +200,10 @@ class Workload:
     times: StageTimes
     """Predictor of the times of forwards and backwards if layers are not divided into shards."""
     price: Callable[[LayoutChoice], WindowPrice]
-    """Function that predicts the time and memory of the first window of a share of the jobs."""
+    """Function that predicts the time and memory of the first window (a few global batches) of a share (part)
+    of the jobs."""
     max_shares: int | None = None
-    """Maximum number of shares of the jobs. None means the number of jobs."""
+    """Maximum number of shares (parts) into which the jobs are divided. None means the number of jobs."""
     shard_counts: Sequence[int] = (1,)
     """Numbers of shards into which the base and the adapters can be divided."""
     may_overlap: bool = False
@@ -229,11 +234,11 @@ def search_divisions(
     devices: int,
     build: Callable[[Division, Sequence[JobShape]], LayoutChoice | None],
 ) -> list[Candidate]:
-    """Return the fastest divisions of the devices, or an empty list if none fits in memory. The first one is
-    the simplest among those that are about as fast as the fastest.
+    """Return the fastest divisions of the devices, or an empty list if none fits in memory. The first
+    division is the simplest among those that are about as fast as the fastest.
 
-    `build` returns the layout of a share, given a division and the jobs of the share, or None if one of these
-    jobs does not fit in memory even alone.
+    `build` returns the layout choice for a share (part) of the jobs, given a division and the jobs of the
+    share, or None if one of these jobs does not fit in memory even alone.
     """
     bounds, order = _Bounds(jobs, workload), count()
     by_name = {job.name: job for job in jobs}
@@ -266,14 +271,15 @@ class _Microbatches:
     capacity: int
     least_capacity: int
     single_tokens: int
-    """Number of tokens of a round that would be a single microbatch and must be split, since only two
-    microbatches can overlap. 0 if nothing overlaps or a round has several microbatches."""
+    """Number of tokens of a round (one global batch of every job) that would fit in a single microbatch, but
+    is to be split into two, so that these can overlap. 0 if nothing overlaps or a round has several
+    microbatches."""
 
     @property
     def smaller_capacity(self) -> int:
         """Second token capacity to try, about half of the first, with which layers may need no recomputation
-        or a round may have two microbatches that overlap. 0 if there is no reason to try it, or if the
-        longest sample needs the full capacity."""
+        or a round (one global batch of every job) may have two microbatches that overlap. 0 if there is no
+        reason to try a second capacity, or if the longest sample needs the full capacity."""
         if self.single_tokens:
             half = -(-self.single_tokens // (2 * ROUND_TOKENS)) * ROUND_TOKENS
         elif self.recompute.recomputed_layers:
@@ -301,8 +307,8 @@ def _least_reported_speed(candidates: Sequence[Candidate]) -> float:
 
 
 def _fastest_capacities(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return one candidate for each division, with the token capacity that makes it fastest. The fastest
-    candidate is the first."""
+    """Return one candidate for each division of the devices, with the token capacity that makes it fastest.
+    The fastest candidate comes first."""
     ordered = sorted(candidates, key=lambda one: -one.tokens_per_second)
     fastest: dict[Division, Candidate] = {}
     for one in ordered:
@@ -326,9 +332,9 @@ def _rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _make_candidate(
     division: Division, price: WindowPrice, has_room: bool, work_fraction: float, devices: int
 ) -> Candidate:
-    """Return the candidate for a division. `price` is the predicted window of the share with the most work.
-    `has_room` is whether all jobs of this share fit in memory together, and `work_fraction` is the fraction
-    of all work that belongs to this share."""
+    """Return the candidate for a division of the devices. `price` is the predicted first window (a few global
+    batches) of the share (part of the jobs) with the most work. `has_room` is whether all jobs of this share
+    fit in memory together, and `work_fraction` is the fraction of all work that belongs to this share."""
     used = division.devices / devices
     even = 1 / (work_fraction * division.shares)
     idle_fraction = 1.0 - price.computing_fraction * used * even
@@ -357,12 +363,12 @@ def _make_candidate(
 class _HeaviestShare:
     jobs: tuple[str, ...]
     work_fraction: float
-    """Fraction of the work of all jobs that belongs to this share."""
+    """Fraction of the work of all jobs that belongs to this share (part) of the jobs."""
 
 
 class _Bounds:
-    """Upper bounds on the training speed with different divisions of the devices. They assume that no worker
-    waits for another, except while a pipeline fills and drains."""
+    """Upper bounds on the training speed with different divisions of the devices. The bounds assume that no
+    worker waits for another, except while a pipeline fills and drains."""
 
     def __init__(self, jobs: Sequence[JobShape], workload: Workload) -> None:
         self._jobs, self._workload = jobs, workload
@@ -370,10 +376,12 @@ class _Bounds:
         self._times: dict[int, StageTimes] = {}
         self._shares: dict[int, _HeaviestShare] = {}
         self._speeds: dict[tuple[int, int, int, bool], float] = {}
-        """Maps (shares, stages, shards, overlaps) to the bound on the tokens per second with one replica."""
+        """Maps (shares of the jobs, stages, shards, overlaps) to the upper bound on the tokens per second of
+        all jobs together, with one replica per share."""
 
     def heaviest_share(self, shares: int) -> _HeaviestShare:
-        """Return the share of the jobs with the most work if the jobs are divided into `shares` shares."""
+        """Return the share (part) of the jobs with the most work if the jobs are divided into `shares`
+        shares."""
         if shares not in self._shares:
             seconds = self._workload.seconds
             sources = {job.name: job.source_job for job in self._jobs}
@@ -400,7 +408,8 @@ class _Bounds:
         return self._speeds[key] * division.replicas
 
     def bound_for_layout(self, division: Division, choice: LayoutChoice, passes: _Microbatches) -> float:
-        """Return an upper bound on the tokens per second of all jobs if each share has this layout."""
+        """Return an upper bound on the tokens per second of all jobs if each share (part) of the jobs runs in
+        this layout."""
         share, times = self.heaviest_share(division.shares), self._sharded_times(division.shards)
         windows = [self._workload.windows[job.name] for job in choice.attached_jobs]
         windows = shorten_windows(windows, choice.first_pace)
@@ -422,7 +431,8 @@ class _Bounds:
         return self._times[shards]
 
     def _total_work(self, windows: Sequence[JobWindow]) -> PassWork:
-        """Return the total token and sample counts of all batches in these windows, as those of one pass."""
+        """Return the total counts (tokens, samples and others) of all global batches in these windows, as if
+        one pass trained them all."""
         batches = [batch for window in windows for batch in window.batches]
         lengths = [placed.length for batch in batches for placed in batch.samples]
         return PassWork(

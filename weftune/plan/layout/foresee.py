@@ -3,7 +3,7 @@
 For one worker, the times of its forwards and backwards are summed; for several workers, their schedule is
 simulated. If shards divide the layers (tensor parallelism), each attention and each feed-forward has one
 all-reduce over the shards in its forward and one in its backward, of as many values as the hidden states
-have. The devices are idle meanwhile, unless microbatches overlap.
+have. Meanwhile the devices are idle, unless two microbatches overlap.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ ATTENTION = "self_attn"
 """Substring of the module paths of all linears in attention, in the families of models whose layers can run
 in halves."""
 LAUNCH_SECONDS = 5e-4
-"""Assumed seconds that the host takes to launch the kernels of half a layer. It is the minimum time of half a
-layer if microbatches overlap, since their passes are not captured as CUDA graphs."""
+"""Assumed seconds that the host takes to launch the kernels of half a layer. Half a layer takes at least this
+time if two microbatches overlap, since their passes are not captured as CUDA graphs."""
 GRADIENT_BYTES = 4
 """Bytes per adapter parameter of the gradients that are summed over shards and replicas."""
 
 
 def shared_device_cost(cost: CostModel, terms: DirectionTerms, layout: Layout, layers: int) -> CostModel:
-    """Return the time model for stages that share a device in turn. Each stage adds the fixed time of a pass,
-    and the backward of every stage but the last one recomputes its forward first."""
+    """Return the time model for stages that run one after another on the same device. Each stage adds the
+    fixed time of a pass, and the backward of every stage but the last one recomputes its forward first."""
     others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].layer_count
     visit, back = Terms(fixed=terms.forward.embedding.fixed), Terms(fixed=terms.backward.embedding.fixed)
     again = terms.forward.layer.multiply_by(recomputed).add(
@@ -71,7 +71,8 @@ class StageTimes:
     output_bytes: int = 0
     """Bytes per token that a stage sends to the next one, and of the tensors that are summed over shards."""
     shards: int = 1
-    """Number of workers among which each layer is divided. The predicted times are those of one of them."""
+    """Number of workers among which each layer is divided. The predicted times are those of one such
+    worker."""
     divides_vocabulary: bool = False
     """Whether embedding and head are divided among shards too, which requires an all-reduce at both."""
     exchanges_row_maxima: bool = False
@@ -113,7 +114,7 @@ class StageTimes:
     def timeline(
         self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
     ) -> Timeline:
-        """Return the timeline of all actions in a window, as predicted by the simulator."""
+        """Return the timeline of all actions of a program, as predicted by the simulator."""
         return simulate_timeline(program, self._action_prices(program, layout, shapes), loads, self.link)
 
     def least_seconds(

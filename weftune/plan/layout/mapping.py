@@ -1,4 +1,5 @@
-"""Mapping of stages to GPUs such that few simultaneous uploads share a root complex (Mobius, section 3.3).
+"""Mapping of stages to GPUs such that few simultaneous uploads share a PCIe root complex (Mobius, section
+3.3).
 
 A mapping is an order of the N GPUs: stage j runs on the GPU at position j mod N. GPUs under the same PCIe
 root complex share its bandwidth from the host.
@@ -36,7 +37,8 @@ def sequential_order(topology: Topology) -> tuple[int, ...]:
 
 def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
     """Return the contention of uploads by Mobius's equation 13: the sum, over all pairs of stages under the
-    same root complex, of its number of GPUs divided by the distance between the stages.
+    same PCIe root complex, of the number of GPUs under it divided by the distance between the two stages in
+    the order of the base.
 
     Pairs of stages on one GPU are excluded, since they are never uploaded at the same time.
     """
@@ -46,8 +48,8 @@ def contention(order: Sequence[int], topology: Topology, stages: int) -> float:
 
 
 def least_contention_order(topology: Topology, stages: int) -> tuple[int, ...]:
-    """Return the order of the GPUs with the least contention of uploads. For more than `EXACT_GPUS` GPUs, it
-    is only a local optimum."""
+    """Return the order of the GPUs with the least contention of uploads. For more than `EXACT_GPUS` GPUs,
+    this order is only a local optimum."""
     nearness = _proximity(topology.gpus, stages)
     if topology.gpus > EXACT_GPUS:
         return _assign_gpus(_improve_by_swaps(topology, nearness), topology)
@@ -65,8 +67,8 @@ def every_order(topology: Topology) -> Iterator[tuple[int, ...]]:
 
 
 def _root_orders(sizes: tuple[int, ...], roots: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield every complete sequence of root complexes that begins with `roots`, one entry per GPU. Of unused
-    roots of the same size, only the first is tried."""
+    """Yield every complete sequence of PCIe root complexes (one entry per GPU) that begins with `roots`. Of
+    unused roots of the same size, only the first is tried."""
     if len(roots) == sum(sizes):
         yield roots
         return
@@ -88,8 +90,8 @@ def _assign_gpus(roots: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def _proximity(gpus: int, stages: int) -> list[list[float]]:
-    """Return a symmetric matrix over the positions of GPUs: for every two positions, the sum of 1 / distance
-    over all pairs of stages that run there."""
+    """Return a symmetric matrix over the positions in the order of the GPUs: for every two positions, the sum
+    of 1 / distance over all pairs of stages of which one runs at the first and one at the second position."""
     near = [[0.0] * gpus for _ in range(gpus)]
     for early, late in combinations(range(stages), 2):
         if early % gpus != late % gpus:

@@ -1,10 +1,10 @@
 """Partition of layers into stages that are streamed from host memory or stay resident on a GPU (Mobius).
 
 The search is branch and bound over prefixes of a partition (its first stages), layer by layer, and starts
-with the best result of a local search. It is exact as long as no level has more prefixes than the search may
-examine, which is the case for up to eleven layers. Otherwise the most promising prefixes are kept, and the
-result includes a lower bound on the step time of any partition. The amount to prefetch is not searched:
-prefetching more is never slower, so each prefetch is as large as memory allows.
+with the best result of a local search. The result is optimal as long as no level has more prefixes than the
+search may examine, which is the case for up to eleven layers. Otherwise the most promising prefixes are kept,
+and the result includes a lower bound on the step time of any partition. The amount to prefetch is not
+searched: prefetching more is never slower, so each prefetch is as large as memory allows.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ attributed to rounding errors."""
 
 @dataclass(frozen=True, slots=True)
 class StreamedPartition:
-    """A partition of the layers, its predicted step time in seconds, and a lower bound on the step time of
-    any partition."""
+    """A partition of the layers into streamed and resident stages, its predicted step time in seconds, and a
+    lower bound on the step time of any partition."""
 
     partition: StreamPartition
     seconds: float
@@ -78,7 +78,8 @@ def search_partition(
     prefixes: int = PREFIXES,
     starts: int = STARTS,
 ) -> StreamedPartition:
-    """Return the fastest partition found, which is never slower than `largest_stages` and `smallest_stages`.
+    """Return the fastest partition found, which is never slower than the results of `largest_stages` and
+    `smallest_stages`.
 
     A local search from `starts` partitions comes first; then branch and bound examines at most `prefixes`
     prefixes. Raise PlanError if no partition fits in memory.
@@ -107,7 +108,7 @@ def _streamed_partition(cuts: tuple[int, ...]) -> StreamPartition:
 
 
 def _largest_fitting_stages(problem: _Problem) -> StreamPartition:
-    """Return a partition into streamed stages, as large as possible, that leave room for adapter state."""
+    """Return a partition into streamed stages that are as large as memory allows beside the adapter state."""
     limit = problem.host.memory_bytes
     while True:
         cuts = [0]
@@ -190,8 +191,8 @@ def _improve_partition(problem: _Problem, partition: StreamPartition) -> StreamP
 
 
 def _neighbouring_partitions(partition: StreamPartition, gpus: int) -> Iterator[StreamPartition]:
-    """Yield partitions that differ a little from `partition`: one boundary is moved, removed or added, or one
-    stage becomes resident or streamed, or a resident stage becomes streamed and a streamed one resident."""
+    """Yield partitions that differ a little from `partition`: one boundary is moved, removed or added, one
+    stage becomes resident or streamed, or a resident and a streamed stage exchange their roles."""
     cuts, resident = partition.cuts, partition.resident_stages
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
@@ -267,15 +268,15 @@ def _extend_prefix(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class PartialPlacement:
-    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds. Later
-    stages take up memory and can therefore only increase these times."""
+    """A stage in a prefix (the first stages of a partition), with lower bounds on its times in seconds.
+    Stages that are added later take up memory and can therefore only increase these times."""
 
     stage: StageCost
     is_resident: bool
     first_start: float
     last_start: float
-    """Start time, in seconds, of the forward of the last microbatch on the stage. `first_start` is that of
-    the first microbatch."""
+    """Start time, in seconds, of the forward of the last microbatch on the stage. `first_start` is the start
+    time of the first microbatch's forward."""
     first_tail: float
     last_tail: float
     """Seconds from the start of the last microbatch's backward on the stage to the end of the step.
@@ -284,8 +285,8 @@ class PartialPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix: the first stages of a partition into stages, with lower bounds on the time of all its
-    completions."""
+    """A prefix of a partition: the first of the stages into which the layers are divided, with lower bounds
+    on the step time of all partitions that begin with these stages."""
 
     cuts: tuple[int, ...]
     resident_stages: tuple[bool, ...]
@@ -394,7 +395,7 @@ class Bounds:
         fixed_bytes: Sequence[int],
         newest_placement: PartialPlacement | None,
     ) -> float:
-        """Return a lower bound on the step time. For the forward and for the backward, it is the largest of
+        """Return a lower bound on the seconds of a step: for the forward and for the backward, the largest of
         the bounds by compute, by uploads and by the path of one microbatch."""
         gpus, work = self.host.gpus, self.microbatches
         placed = [one for one in recent_placements if one]

@@ -2,7 +2,8 @@
 
 This is Mobius's recurrence (equations 4 to 11) for a frozen base. Stage j runs on GPU j mod N. Nothing is
 copied back to the host. The first stage of a GPU is still there from the backward of the previous step, and
-the last one from its forward, so a step uploads every other stage twice.
+in the backward its last stage is still there from the forward. A step therefore uploads all other stages
+twice.
 """
 
 from __future__ import annotations

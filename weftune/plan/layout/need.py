@@ -1,5 +1,5 @@
-"""Prediction of memory and time for a streamed base that is cut into given stages: bytes on each device and
-on the host, and seconds per round (one global batch of every job)."""
+"""Prediction of memory and time for a base that is cut into given stages and streamed from host memory: bytes
+on each device and on the host, and seconds per round (one global batch of every job)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weftune.plan.program.prices import Link
 from weftune.plan.program.program import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
-"""Slack bytes on a GPU: for temporaries, rounding by the allocator, and one chunk of logits with its
-gradient."""
+"""Slack bytes on a GPU for a streamed base: for temporaries, rounding by the allocator, and the logits of one
+chunk of rows with their gradient."""
 ASKING_SECONDS = 4e-3
 """Seconds that Python takes to launch the dozens of GPU kernels of one pass over one layer. The value was
-estimated from rounds with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were not
-captured as CUDA graphs. The time for captured passes has not been measured."""
+estimated from training with microbatches of 4096 and of 8192 tokens (docs/benchmarks.md), whose passes were
+not captured as CUDA graphs. The time for captured passes has not been measured."""
 GPU_BACKWARD = 1.35
 """Time of a layer's backward relative to its forward on a GPU: 1.39 for the 8B shape, 1.33 for 32B, on an
 H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
@@ -61,10 +61,10 @@ class StreamDevice:
     backward_ratio: float = 1.0
     """Time of a layer's backward relative to its forward."""
     slack_bytes: int
-    """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk."""
+    """Device bytes for temporaries, rounding by the allocator, and the logits of one chunk of rows."""
     resident_slack_bytes: int | None = None
     """Device bytes for temporaries, rounding by the allocator, and logits if the whole base is on the device.
-    None selects those of a streamed base."""
+    None selects `slack_bytes`, the slack of a streamed base."""
     uses_fused_ops: bool = True
     device_launch_seconds: float = GPU_LAUNCH
     """Fixed seconds of one pass over one layer on the device, in addition to the time of its rows."""
@@ -116,15 +116,15 @@ def file_device(device: StreamDevice) -> StreamDevice:
 
 @dataclass(frozen=True, slots=True)
 class LayoutDraft:
-    """A candidate for the layout of a streamed base: its stages, which of them are resident, and the slots.
-    The search compares many such candidates."""
+    """A candidate for the layout of a streamed base: its stages, which of them are resident, and the number
+    of slots (places for streamed stages in device memory). The search compares many such candidates."""
 
     layer_counts: tuple[int, ...]
     """Number of layers in each stage."""
     resident_stages: tuple[bool, ...]
     slot_counts: tuple[int, ...]
-    """Number of slots (places for a streamed stage) on each worker's device. Slots that exceed the number of
-    the worker's streamed stages take no memory."""
+    """Number of slots (places for a streamed stage) on each worker's device. Slots in excess of the worker's
+    streamed stages take no memory."""
 
     @property
     def streamed_layers(self) -> int:
@@ -152,7 +152,7 @@ def draft_from_layout(layout: Layout) -> LayoutDraft:
 @dataclass(frozen=True)
 class StreamCase:
     """The problem of streaming a base with its jobs to identical devices, one per worker, with a token
-    capacity of microbatches. A search finds the best stages for it.
+    capacity of microbatches. A search finds the stages with which training is fastest.
 
     On one device, adapters may be streamed together with their stage (`adapters_travel`), and inputs of
     stages may be offloaded to host memory until their backward (`offloads_inputs`).
@@ -170,8 +170,8 @@ class StreamCase:
     offloads_inputs: bool = False
     workers: int = 1
     later_cases: tuple[StreamCase, ...] = ()
-    """Streaming problems of the jobs that are admitted later, each with one job alone. The stages that are
-    found must fit in memory for all of them."""
+    """Streaming problems of the jobs that are admitted later, each with one job alone. The chosen stages must
+    fit in memory for all of these problems."""
 
     def __post_init__(self) -> None:
         assert self.workers == 1 or not (self.adapters_travel or self.offloads_inputs), (
@@ -194,13 +194,13 @@ class StreamCase:
         )
 
     def device_bytes(self, draft: LayoutDraft) -> int:
-        """Return the peak bytes on the fullest device."""
+        """Return the predicted peak bytes on the fullest device with a candidate layout."""
         if self.workers == 1:
             return self.worker_bytes(draft, 0)
         return max(self.worker_bytes(draft, worker) for worker in range(self.workers))
 
     def worker_bytes(self, draft: LayoutDraft, worker: int) -> int:
-        """Return the peak bytes on the device of one worker."""
+        """Return the predicted peak bytes on the device of one worker with a candidate layout."""
         sizes, resident = (
             draft.layer_counts[worker :: self.workers],
             draft.resident_stages[worker :: self.workers],
@@ -219,21 +219,23 @@ class StreamCase:
         return not self.excess_bytes(draft)
 
     def excess_bytes(self, draft: LayoutDraft) -> int:
-        """Return the missing bytes on the fullest device plus the missing bytes in host memory. 0 means that
-        the candidate layout fits."""
+        """Return the bytes by which a candidate layout exceeds the memory of the fullest device, plus those
+        by which it exceeds host memory. 0 means that the layout fits."""
         host = max([case.host_bytes(draft) for case in (self, *self.later_cases)])
         lacking = self.peak_bytes(draft) - self.device.budget_bytes, host - self.device.host_budget_bytes
         return sum([count for count in lacking if count > 0])
 
     def peak_bytes(self, draft: LayoutDraft) -> int:
-        """Return the peak bytes on the fullest device, now or when a later job trains alone."""
+        """Return the peak bytes on the fullest device, with the present jobs or with one of the later jobs
+        alone."""
         return max([case.device_bytes(draft) for case in (self, *self.later_cases)])
 
     # -- seconds -----------------------------------------------------------------------------------------
 
     @cached_property
     def layer_seconds(self) -> float:
-        """Forward time of one layer for all tokens of a round, in seconds."""
+        """Forward time, in seconds, of one layer for all tokens of a round (one global batch of every
+        job)."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
         each = (
             self.device.device_launch_seconds + dequantised_bytes(self.shape) / self.device.memory_bandwidth
@@ -242,8 +244,8 @@ class StreamCase:
 
     @cached_property
     def sum_seconds(self) -> float:
-        """Seconds of the all-reduces over shards in the forward of one layer for all tokens of a round. The
-        backward takes as long."""
+        """Seconds of the all-reduces over shards in the forward of one layer, for all tokens of a round (one
+        global batch of every job). The all-reduces of the backward take as long."""
         if self.device.worker_link is None:
             return 0.0
         shape, rows = self.shape, self.memory.round_rows / self._pass_count
@@ -265,8 +267,9 @@ class StreamCase:
         return math.ceil(self.round_tokens / self.capacity)
 
     def stage_rounds(self, layer_counts: Sequence[int]) -> list[StageRound]:
-        """Return the times and bytes of each stage in a round. Only the last stage recomputes no forward,
-        since it runs the backward of every microbatch right after its forward."""
+        """Return the times and transferred bytes of each stage in a round (one global batch of every job).
+        Only the last stage recomputes no forward, since it runs the backward of every microbatch right after
+        its forward."""
         if len(layer_counts) == 1:
             return [self._last_stage_rounds[layer_counts[0]]]
         first, *inner, last = layer_counts
@@ -291,15 +294,16 @@ class StreamCase:
         return hidden + self.exposed_step_seconds / TRAVEL_ROUNDS
 
     def _pipeline_round_seconds(self, draft: LayoutDraft, bandwidth: float) -> float:
-        """Return the predicted seconds of a round over several workers, each with a link of this bandwidth to
-        the host."""
+        """Return the predicted seconds of a round (one global batch of every job) over several workers, each
+        with a link of this bandwidth to the host."""
         # Activations are priced as if sent through the host: between GPUs they are never slower.
         hop = self.memory.input_bytes / self._pass_count / self.device.bandwidth
         cut = draft.make_layout(adapters_travel=False)
         return round_seconds(self.stage_rounds(draft.layer_counts), cut, self._pass_count, hop, bandwidth)
 
     def compute_seconds(self, layer_counts: Sequence[int]) -> float:
-        """Return the seconds of a round with stages of these sizes, as if transfers took no time."""
+        """Return the seconds of a round (one global batch of every job) with stages of these sizes, as if
+        transfers took no time."""
         return compute_seconds(self.stage_rounds(layer_counts))
 
     @cached_property
@@ -311,8 +315,8 @@ class StreamCase:
 
     @cached_property
     def exposed_step_seconds(self) -> float:
-        """Seconds of the transfers for the last optimizer steps of a window, which no forward or backward
-        overlaps with."""
+        """Seconds of the transfers for the last optimizer steps of a window (a few global batches of every
+        job), which no forward or backward overlaps with."""
         if not self.adapters_travel:
             return 0.0
         return (
@@ -322,8 +326,8 @@ class StreamCase:
         )
 
     def waiting_fraction(self, draft: LayoutDraft) -> float:
-        """Return the fraction of a round in which the device waits for transfers or kernel launches. With
-        several workers, only waits for transfers of weights count."""
+        """Return the fraction of a round (one global batch of every job) in which the device waits for
+        transfers or kernel launches. With several workers, only waits for transfers of weights count."""
         seconds, at_once = (
             self.round_seconds(draft),
             replace(self, device=replace(self.device, host_launch_seconds=0.0)),
@@ -334,7 +338,8 @@ class StreamCase:
 
     @cached_property
     def _first_stage_rounds(self) -> list[StageRound]:
-        """Times and bytes of the first stage in a round, indexed by its number of layers."""
+        """Times and transferred bytes of the first stage in a round (one global batch of every job), indexed
+        by the stage's number of layers."""
         once, sums = self.layer_seconds, self.sum_seconds
         again = (1.0 + self.device.backward_ratio) * once + 2 * sums
         return [
@@ -378,7 +383,8 @@ def resident_round_seconds(
     capacity: int,
     recompute: Recompute,
 ) -> float:
-    """Return the predicted seconds of a round of these jobs if the whole base stays on the device."""
+    """Return the predicted seconds of a round (one global batch of each of these jobs) if the whole base
+    stays on the device."""
     # Passes over a resident base are captured as CUDA graphs, so Python does not launch their kernels.
     captured = replace(device, host_launch_seconds=0.0)
     case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, adapters_travel=False)

@@ -3,8 +3,8 @@
 Offloading makes room for more running jobs, for larger microbatches or for fewer recomputed layers. Jobs run
 in two alternating groups: the optimizer steps of one group use the link to the host during the forwards and
 backwards of the other. With many adapters and few tokens, the transfers take several times as long as these
-passes. It is then better to run fewer jobs at a time without offloading. A round is one global batch of every
-job.
+passes. In this case, it is better to run fewer jobs at a time without offloading. A round is one global batch
+of every job.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from weftune.plan.layout.seats import largest_fitting_count, order_for_seats
 from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
-"""Relative slowdown of a round that is accepted if offloading the optimizer lets more jobs run together."""
+"""Relative slowdown of a round (one global batch of every job) that is accepted if offloading the optimizer
+lets more jobs run together."""
 FASTER = 0.03
-"""Relative reduction of the time of a round for which the optimizer is offloaded although no more jobs run
-together. It must be considerable, since allocating page-locked memory takes time."""
+"""Minimum relative reduction of the time of a round (one global batch of every job) for which the optimizer
+is offloaded although no more jobs run together. The gain must be considerable, since allocating page-locked
+memory takes time."""
 
 
 def offload_optimizer(memory: MemoryModel, host_budget: int) -> MemoryModel:
@@ -35,12 +37,14 @@ def offload_optimizer(memory: MemoryModel, host_budget: int) -> MemoryModel:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRound:
-    """Predicted seconds of a round in which two groups of jobs alternate and optimizer state is in host
-    memory. With one job, the second group is empty, and nothing overlaps with the optimizer step."""
+    """Predicted seconds of a round (one global batch of every job) in which two groups of jobs alternate and
+    optimizer state is in host memory. With one job, the second group is empty, and nothing overlaps with the
+    optimizer step."""
 
     pass_seconds: tuple[float, float]
     transfer_seconds: tuple[float, float]
-    """Seconds of the transfers for each group's optimizer steps, in both directions at the same time."""
+    """Seconds of the transfers for the optimizer steps of each of the two groups of jobs, in both directions
+    at the same time."""
 
     @property
     def seconds(self) -> float:
@@ -51,7 +55,8 @@ class OffloadedRound:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds per round in which the device waits for the transfers of optimizer steps."""
+        """Seconds per round (one global batch of every job) in which the device waits for the transfers of
+        optimizer steps."""
         return self.seconds - self.pass_seconds[0] - self.pass_seconds[1]
 
 
@@ -76,8 +81,8 @@ def offloaded_round(
 def resident_seconds(
     memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> float:
-    """Return the predicted seconds of the forwards and backwards of a round, with microbatches as large as
-    memory and `max_tokens` allow."""
+    """Return the predicted seconds of the forwards and backwards of a round (one global batch of every job),
+    with microbatches as large as memory and `max_tokens` allow."""
     recompute = memory.choose_recompute(jobs, max_tokens)
     capacity = memory.choose_capacity(jobs, max_tokens, recompute)
     return resident_round_seconds(memory.shape, jobs, device, _total_tokens(jobs), capacity, recompute)
@@ -96,10 +101,10 @@ def is_offloading_worthwhile(
 ) -> bool:
     """Return whether it pays to offload the optimizer in order to run more jobs together.
 
-    `memory` is the memory model with the optimizer offloaded, `resident_memory` without. The time of one step
-    of all jobs, which run in as few groups as memory allows, is compared with and without offloading. The
-    result is True if offloading is not much slower. Microbatches have at most `tokens` tokens. Each job must
-    fit alone.
+    `memory` is the memory model with the optimizer offloaded, `resident_memory` the model without offloading.
+    The time of one step of all jobs, which run in as few groups as memory allows, is compared with and
+    without offloading. The result is True if offloading is not much slower. Microbatches have at most
+    `tokens` tokens. Each job must fit alone.
     """
     together = sum(offloaded_round(memory, turn, device, tokens).seconds for turn in job_groups(jobs, memory))
     waiting = sum(
@@ -109,8 +114,8 @@ def is_offloading_worthwhile(
 
 
 def would_more_memory_help(resident_memory: MemoryModel, jobs: Sequence[JobShape], max_tokens: int) -> bool:
-    """Return whether more memory could make the forwards and backwards of these jobs faster. It can if layers
-    are recomputed now, or if weights are dequantised for small microbatches."""
+    """Return whether more memory could make the forwards and backwards of these jobs faster. More memory can
+    help if layers are recomputed now, or if weights are dequantised for small microbatches."""
     recompute = resident_memory.choose_recompute(jobs, max_tokens)
     small = resident_memory.choose_capacity(jobs, max_tokens, recompute) < min(
         max_tokens, _total_tokens(jobs)

@@ -50,8 +50,8 @@ class StageRound:
     load_bytes: int = 0
     """Bytes transferred to the device whenever the stage is loaded."""
     gradient_bytes: int = 0
-    """Bytes of gradients copied to the host after the backward. The stage occupies its slot until the copy
-    ends."""
+    """Bytes of gradients copied to the host after the backward. The stage occupies its slot (its place in
+    device memory) until the copy ends."""
     adapter_bytes: int = 0
     """Bytes of adapter weights transferred with the stage when it is loaded for its backward."""
     step_bytes: int = 0
@@ -65,9 +65,9 @@ class StageRound:
 def slotted_seconds(
     stages: Sequence[StageRound], resident_stages: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """Return the seconds of a round on one device, from its first optimizer step to the last transfer after
-    its last backward. `slots` is the number of slots for streamed stages, and `bandwidth` the bytes per
-    second of the link in each direction."""
+    """Return the seconds of a round (one global batch of every job) on one device, from its first optimizer
+    step to the last transfer after its last backward. `slots` is the number of places in device memory for
+    streamed stages, and `bandwidth` the bytes per second of the link in each direction."""
     streamed = [number for number, stays in enumerate(resident_stages) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     stage_in_slot = {slot_of[stage]: stage for stage in streamed[:slots]}
@@ -117,7 +117,8 @@ def slotted_seconds(
 
 
 def compute_seconds(stages: Sequence[StageRound]) -> float:
-    """Return the seconds of a round of streamed stages, as if transfers took no time."""
+    """Return the seconds of a round (one global batch of every job) of streamed stages, as if transfers took
+    no time."""
     return sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
 
 
@@ -131,8 +132,8 @@ def round_seconds(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> float:
-    """Return the seconds per round of streamed stages over several workers, in steady state. For the
-    arguments, see `round_ends`."""
+    """Return the seconds per round (one global batch of every job) of streamed stages over several workers,
+    in steady state. For the arguments, see `round_ends`."""
     first, second = round_ends(stages, layout, microbatches, 2, hop_seconds, bandwidth)
     return second - first
 
@@ -145,9 +146,9 @@ def round_ends(
     hop_seconds: float = 0.0,
     bandwidth: float = math.inf,
 ) -> list[float]:
-    """Return the times, in seconds, at which each of `rounds` rounds ends if the first begins at 0. Sending a
-    microbatch to the next worker takes `hop_seconds`. `bandwidth` is the bytes per second of each worker's
-    link from the host."""
+    """Return the times, in seconds, at which each of `rounds` rounds (one global batch of every job) ends if
+    the first begins at 0. Sending a microbatch to the next worker takes `hop_seconds`. `bandwidth` is the
+    bytes per second of each worker's link from the host."""
     run = _Recurrence(stages, layout, microbatches, rounds, hop_seconds, bandwidth)
     ends = []
     for _ in range(rounds):
@@ -174,8 +175,8 @@ class _Recurrence:
         self.stages, self.cut, self.hop, self.bandwidth = stages, layout, hop_seconds, bandwidth
         self.more = microbatches - 1
         self.first = self.last = 0.0
-        """Times in seconds at which the first and the last microbatch of the round are ready for the next
-        stage."""
+        """Times in seconds at which the first and the last microbatch of the simulated round (one global
+        batch of every job) are ready for the next stage."""
         self.free = [0.0] * layout.workers
         self.link = [0.0] * layout.workers
         self.there = [0.0] * len(stages)
@@ -196,8 +197,8 @@ class _Recurrence:
             self.there[coming] = self.link[worker]
 
     def end_round(self) -> float:
-        """End the simulated round. Return the time of its end in seconds, when the microbatches of the next
-        round are ready."""
+        """End the simulated round (one global batch of every job). Return the time in seconds at which it
+        ends and the microbatches of the next round are ready."""
         self.first = self.last = self.free[0]
         return self.free[0]
 

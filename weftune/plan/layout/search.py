@@ -23,22 +23,22 @@ from weftune.plan.layout.mobius_step import Host, StreamPartition
 from weftune.plan.layout.need import LayoutDraft, StreamCase
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
-"""Numbers of layers per stage that the search for the stages of a streamed base tries."""
+"""Numbers of layers per stage that are tried in the search for the stages of a streamed base."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""Number of the best candidate layouts that are improved by small changes. The best one of every kind, such
-as each number of slots, is improved too."""
+"""Number of the best candidate layouts that are improved by small changes. The best candidate of every kind,
+such as every number of slots (places for streamed stages), is improved too."""
 QUICK = 16
 """Maximum number of candidate layouts with which the search on one device starts."""
 CHANGES = 2000
 """Maximum number of small changes that are tried in all starting candidates together, and again in the best
 result. A time limit would make the plan depend on the clock."""
 PREFIXES = 2000
-"""Maximum number of prefixes (first stages of a partition) that the search for Mobius's partition
-examines."""
+"""Maximum number of prefixes (first stages of a partition) that the search for a partition by the Mobius
+paper's time formula examines."""
 HIDDEN = 0.005
-"""Minimum fraction of a round that devices must wait before Mobius's partition, which reduces waits, is
-tried."""
+"""Minimum fraction of a round (one global batch of every job) for which devices must wait before the
+partition of the Mobius paper, which reduces waits, is tried."""
 CLOSE = 1 - 1e-9
 """A time counts as shorter than another if their ratio is at most this number. Ratios closer to 1 are
 attributed to rounding errors."""
@@ -54,15 +54,16 @@ class EvaluatedDraft:
     excess_bytes: int
     """Bytes by which the layout exceeds the available memory."""
     seconds: float
-    """Predicted seconds of a round (one global batch of every job), or infinity if memory is lacking."""
+    """Predicted seconds of a round (one global batch of every job), or infinity if the layout does not fit in
+    memory."""
 
     @property
     def sort_key(self) -> tuple[int, float]:
         return self.excess_bytes, self.seconds
 
     def is_better_than(self, other: EvaluatedDraft) -> bool:
-        """Return whether this layout is faster than the other one by more than a rounding error or, if one of
-        them does not fit in memory, exceeds memory by less."""
+        """Return whether this layout is faster than `other` by more than a rounding error or, if one of the
+        two does not fit in memory, whether this one exceeds memory by less."""
         if self.excess_bytes or other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.seconds < other.seconds * CLOSE
@@ -87,7 +88,7 @@ def search_layouts(cases: Iterable[StreamCase]) -> EvaluatedDraft | None:
 
 
 def _best_draft(evaluated_drafts: Sequence[EvaluatedDraft]) -> EvaluatedDraft:
-    """Return the best of the evaluated layouts and, among equals, the first one."""
+    """Return the best of the evaluated layouts, and the first among equally good ones."""
     least = min(evaluated_drafts, key=lambda one: one.sort_key)
     return next(one for one in evaluated_drafts if not least.is_better_than(one))
 
@@ -138,9 +139,9 @@ def _select_diverse(evaluated_drafts: Sequence[EvaluatedDraft]) -> list[Evaluate
 
 
 def _draft_kind(evaluated: EvaluatedDraft) -> object:
-    """Return a key that is equal for candidate layouts of the same kind. On one device, these have the same
-    capacity, number of slots and choice of what is in host memory; over several workers, they have equally
-    many stages."""
+    """Return a key that is equal for candidate layouts of the same kind. On one device, such layouts have the
+    same capacity, number of slots (places for streamed stages) and choice of what is in host memory; over
+    several workers, they have the same number of stages."""
     case, draft = evaluated.case, evaluated.draft
     return (
         (case.capacity, case.adapters_travel, draft.slot_counts)
@@ -165,8 +166,8 @@ def even_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def least_memory_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with stages of equal size that are all streamed through one slot per device.
-    They need the least memory."""
+    """Yield candidate layouts with stages of equal size, all of which are streamed through one slot (place in
+    device memory) per device. Such layouts need the least memory."""
     for count in _stage_counts(case):
         yield _streamed_draft(_even_sizes(case.shape.layers, count), 1, case.workers)
 
@@ -184,8 +185,8 @@ def _stage_counts(case: StreamCase) -> list[int]:
 
 
 def _streamed_draft(sizes: Sequence[int], slots: int, workers: int) -> LayoutDraft:
-    """Return a candidate layout with stages of these sizes, all streamed through `slots` slots on each
-    worker."""
+    """Return a candidate layout with stages of these sizes, all streamed through `slots` slots (places in
+    device memory) on each worker."""
     return LayoutDraft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
@@ -196,7 +197,8 @@ def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
 
 def _spread_residents(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[LayoutDraft]:
     """Yield candidate layouts with as many resident stages as fit, spread evenly. The last stage, which may
-    be larger than a slot if it is resident, is streamed in some of them and resident in others."""
+    be larger than a slot (the place of a streamed stage) if it is resident, is streamed in some candidates
+    and resident in others."""
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
@@ -217,8 +219,8 @@ def _resident_flags(stages: int, resident_count: int, phase: int) -> tuple[bool,
 
 
 def mobius_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with the largest stages that fit, and with stages of one layer, as in
-    Mobius."""
+    """Yield candidate layouts with two partitions of the Mobius paper: the largest stages that fit, and
+    stages of one layer."""
     yield from largest_drafts(case)
     yield from smallest_drafts(case)
 
@@ -234,8 +236,9 @@ def smallest_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _partition_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with the partition that Mobius's search finds. If the slots leave too little
-    memory for its resident stages, some of these are streamed."""
+    """Yield candidate layouts with the partition that is fastest by the Mobius paper's time formula. If the
+    slots (places for streamed stages) leave too little memory for the resident stages of this partition, some
+    of these are streamed."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
         found = search_partition(
@@ -252,8 +255,8 @@ def _partition_to_drafts(partition: StreamPartition) -> Iterator[LayoutDraft]:
 
 
 def _stream_stages_until_fit(case: StreamCase, draft: LayoutDraft) -> LayoutDraft:
-    """Return the layout with so few resident stages that it fits on the device. The middle one of the
-    resident stages becomes streamed, repeatedly."""
+    """Return the layout with so few resident stages that it fits on the device. As long as it does not fit,
+    the middle one of the resident stages becomes streamed."""
     while case.device_bytes(draft) > case.device.budget_bytes and any(draft.resident_stages):
         stay = [number for number, stays in enumerate(draft.resident_stages) if stays]
         draft = _toggle_resident(draft, stay[len(stay) // 2])
@@ -307,8 +310,8 @@ def filled_drafts(case: StreamCase) -> Iterator[LayoutDraft]:
 
 
 def _fill_worker_slots(case: StreamCase, sizes: Sequence[int], slots: int) -> LayoutDraft:
-    """Return a candidate layout in which each worker has as many slots as fit, at most `slots`, and then as
-    many resident stages as fit, spread evenly among its stages."""
+    """Return a candidate layout in which each worker has as many slots (places for streamed stages) as fit,
+    at most `slots`, and then as many resident stages as fit, spread evenly among its stages."""
     draft = _streamed_draft(sizes, slots, case.workers)
     for worker in range(case.workers):
         own = range(worker, len(sizes), case.workers)
@@ -339,7 +342,7 @@ def _fits_on_worker(case: StreamCase, draft: LayoutDraft, worker: int) -> bool:
 
 def _improve_draft(evaluated: EvaluatedDraft, max_tries: int) -> EvaluatedDraft:
     """Return a locally optimal layout. The first change that saves time, or frees memory without costing
-    time, is applied, until there is none or `max_tries` changes have been tried."""
+    time, is applied, repeatedly, until no change helps or `max_tries` changes have been tried."""
     case, best = evaluated.case, evaluated
     room = case.device_bytes(best.draft)
     better: EvaluatedDraft | None = best
@@ -369,8 +372,8 @@ def _neighbouring_drafts(evaluated: EvaluatedDraft) -> Iterator[LayoutDraft]:
 
 
 def _drafts_with_other_residents(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts with one resident stage more or less, with one slot more or less, or with a
-    resident stage exchanged for a streamed stage of the same worker."""
+    """Yield candidate layouts with one resident stage more or less, with one slot (place for a streamed
+    stage) more or less, or with a resident stage exchanged for a streamed stage of the same worker."""
     stages, workers = range(len(draft.resident_stages)), len(draft.slot_counts)
     for number in stages:
         yield _toggle_resident(draft, number)
@@ -404,8 +407,9 @@ def _drafts_with_other_boundaries(draft: LayoutDraft) -> Iterator[LayoutDraft]:
 
 
 def _drafts_trading_slots(draft: LayoutDraft) -> Iterator[LayoutDraft]:
-    """Yield candidate layouts in which one slot is removed to make one more stage resident, or added by
-    making a resident stage streamed. In others, a slot is removed to merge two stages into a resident one."""
+    """Yield candidate layouts in which one slot (place for a streamed stage) is removed to make one more
+    stage resident, or added by making a resident stage streamed. In others, a slot is removed to merge two
+    stages into a resident one."""
     for number, stays in enumerate(draft.resident_stages):
         slots = draft.slot_counts[0] + (1 if stays else -1)
         if slots in SLOTS:

@@ -1,10 +1,11 @@
 """Choice of the jobs that run together, as an assignment of seats. A job with a seat has room in memory and
 runs.
 
-Seats are assigned before a run and between windows, by priority; among equals, running jobs come before
-waiting jobs, and then jobs that are earlier in the jobs file. A job that does not fit in memory beside the
-jobs seated so far gets no seat, but smaller jobs behind it may. A running job is therefore preempted only if
-a job of higher priority is admitted, and jobs of equal priority never preempt each other.
+Seats are assigned before a run and between windows (a few global batches of every job each), by priority;
+among equals, running jobs come before waiting jobs, and then jobs that are earlier in the jobs file. A job
+that does not fit in memory beside the jobs seated so far gets no seat, but smaller jobs behind it may. A
+running job is therefore preempted only if a job of higher priority is admitted, and jobs of equal priority
+never preempt each other.
 
 A waiting job may be overtaken, but not forever: once `MAX_OVERTAKES` jobs that were behind it have been
 admitted before it, no job behind it is admitted until it is running itself. The running jobs of the same or a
@@ -78,8 +79,9 @@ def find_misfits(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
 
 
 class _Seating:
-    """The state of a choice of jobs that run together. Checking whether jobs fit is slow, so it is done
-    rarely: by bisection, and not for jobs that are as large as a job that did not fit."""
+    """The state of a choice of jobs that run together. Since checking whether jobs fit in memory is slow, the
+    largest number that fits is found by bisection, and jobs that are as large as a job that did not fit are
+    not checked."""
 
     def __init__(
         self, attached_jobs: Sequence[JobShape], fits: Fits, overtake_counts: Mapping[str, int]
@@ -95,12 +97,12 @@ class _Seating:
         """Number of jobs that may still overtake the waiting jobs that are ahead of them in the queue but do
         not fit."""
         self._crowded = False
-        """Whether a waiting job has been admitted. As long as none has, running jobs keep running, whatever
-        their predicted memory."""
+        """Whether a waiting job has been admitted. As long as this is False, running jobs keep running,
+        whatever memory is predicted for them."""
 
     def admit_jobs(self, waiting_jobs: Sequence[JobShape]) -> list[JobShape]:
         """Admit the jobs of `waiting_jobs` up to the first one that does not fit in memory. Return the jobs
-        behind that one, which are still to be considered."""
+        after the one that does not fit, which are still to be considered."""
         tried = self._possible_positions(waiting_jobs)
         run = [waiting_jobs[at] for at, _ in tried]
         # After a job that does not fit there is seldom room for many.
@@ -122,7 +124,7 @@ class _Seating:
 
     def _possible_positions(self, waiting_jobs: Sequence[JobShape]) -> list[tuple[int, float]]:
         """Return, for each job that can run if all jobs before it fit, its position in `waiting_jobs` and the
-        number of jobs that may still overtake waiting jobs at this position."""
+        number of jobs from this position on that may still overtake waiting jobs."""
         left, found = self._left, []
         for at, job in enumerate(waiting_jobs):
             waits = job.name not in self._present
@@ -171,8 +173,8 @@ def _is_as_large(job: JobShape, other: JobShape) -> bool:
 
 
 def largest_fitting_count(fits: Callable[[int], bool], count: int, first_guess: int | None = None) -> int:
-    """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. `first_guess`
-    is tried first and doubled while it is too low; by default, it is `count`."""
+    """Return the largest number from 0 to `count` for which `fits` is true, found by bisection. The first
+    number tried is `first_guess` (by default, `count`), which is doubled as long as it fits."""
     least, too_many = 0, count + 1
     tried = count if first_guess is None else first_guess
     while too_many - least > 1:

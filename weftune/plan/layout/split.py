@@ -1,6 +1,7 @@
 """Distribution of jobs over devices that each hold the whole base, with predicted times as even as possible.
 
-Devices exchange nothing, so this is faster than dividing the base if each device has memory for the whole.
+Such devices exchange nothing, which is faster than dividing the base if each device has memory for the whole
+base.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class JobWork:
 
     shape: JobShape
     steps: int
-    """Number of remaining steps."""
+    """Number of remaining optimizer steps."""
     batches: tuple[GlobalBatch, ...]
     """A few of the job's global batches, from which the time of all of them is predicted."""
     evaluations: int = 0
-    """Number of remaining evaluations."""
+    """Number of remaining evaluations on held-out samples."""
     held_out_samples: tuple[PlacedSample, ...] = ()
     """Held-out samples of each evaluation."""
 
@@ -77,9 +78,9 @@ def cpu_data_sheet_cost(shape: ModelShape) -> CostModel:
 def share_jobs(
     seconds: Mapping[str, float], devices: int, sources: Mapping[str, str] | None = None
 ) -> tuple[DeviceShare, ...]:
-    """Divide the jobs among `devices` devices and return the share of each. `seconds` maps each job to its
-    predicted time. If a job starts from the adapter of another job, which `sources` names, both are in the
-    same share. A share is empty only if there are fewer jobs than devices.
+    """Divide the jobs among `devices` devices and return each device's share (part) of the jobs. `seconds`
+    maps each job to its predicted time. If a job starts from the adapter of another job, which `sources`
+    names, both are in the same share. A share is empty only if there are fewer jobs than devices.
 
     The longest jobs are assigned first, each to the device with the least time so far. Then jobs are moved
     and swapped while that makes the times more even. The largest time is at most 4/3 of the smallest

@@ -38,15 +38,15 @@ class StageLimit:
 
     memory_bytes: int
     microbatches_in_flight: int = 1
-    """Maximum number of microbatches whose activations the stage keeps at a time."""
+    """Maximum number of microbatches whose activations the stage's device keeps at a time."""
     relative_time: float = 1.0
     """Time that this device takes for a layer, relative to the device on which layers were measured."""
 
 
 def balance_stages(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
     """Return a partition of the layers into one stage per limit. The slowest stage is as fast as possible
-    and, with equal speed, the largest memory of a stage as small as possible. Raise PlanError if no partition
-    fits in memory."""
+    and, with equal speed, the stage that needs the most memory needs as little as possible. Raise PlanError
+    if no partition fits in memory."""
     if len(layers) < len(limits):
         raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
     memory = _stage_memory(layers, limits)
@@ -90,8 +90,8 @@ def _minimise_costs(costs: Costs, combine: np.ufunc, initial_cost: float) -> tup
 
 
 def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
-    """Return the sums of `value` over all ranges of layers, indexed by [first layer, layer after the last].
-    Empty ranges have an infinite sum."""
+    """Return the sums of the function `value` of a layer over all ranges of layers, indexed by [first layer,
+    layer after the last]. Empty ranges have an infinite sum."""
     ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
     between = ends[None, :] - ends[:, None]
     empty = np.tri(len(ends), dtype=bool)
@@ -140,7 +140,8 @@ class PartCosts:
     head: float
 
     def stage_cost(self, layer_range: LayerRange) -> float:
-        """Return the cost of a stage with these layers, including embedding and head if it has them."""
+        """Return the cost of a stage with these layers, including embedding and head if the stage has
+        them."""
         ends = layer_range.is_first * self.embedding + layer_range.is_last * self.head
         return (layer_range.stop - layer_range.start) * self.layer + ends
 
@@ -185,8 +186,8 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """Return the counts of a typical microbatch of one job with `tokens` tokens, for which stages are
     balanced.
 
-    All rows are assumed to go through the head. This is safe: if fewer do in the run, only the last stage is
-    idle for a while; if the assumption were too low, all other stages would wait for the last one.
+    All rows are assumed to go through the head. If fewer rows do in the run, only the last stage is idle for
+    a while; if too few were assumed, all other stages would wait for the last one.
     """
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * site.values_per_token for site in shape.sites if not site.experts)

@@ -28,8 +28,8 @@ from weftune.plan.program.layout import Layout, one_device_layout
 MIN_CAPACITY = 256
 """Smallest token capacity of microbatches that is tried, apart from the length of the longest sample."""
 MIN_GAIN = 0.01
-"""Relative gain in time that is required to offload inputs or to stream adapters. A smaller predicted gain is
-unreliable, since the prediction assumes that the link always reaches its best speed."""
+"""Relative gain in time that is required to offload inputs or to stream adapters. A smaller gain is not
+relied on, since the prediction assumes that the link always reaches its best speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class HostState:
     """Flags for the data that host memory holds in addition to the weights of layers."""
 
     adapters_travel: bool
-    """Whether adapters are kept in host memory and loaded together with their stage."""
+    """Whether adapters are kept in host memory and loaded together with the stage (layers) that they belong
+    to."""
     offloads_inputs: bool
     """Whether inputs of stages are kept in host memory between their forward and their backward."""
 
@@ -63,13 +64,15 @@ class StreamChoice:
     round_seconds: float
     """Predicted seconds per round (one global batch of every job)."""
     waiting_fraction: float
-    """Fraction of a round in which devices wait for the host."""
+    """Fraction of a round (one global batch of every job) in which devices wait for the host."""
     reason: str
     """Reason for the choice, as a clause for the user."""
     reads_weight_files: bool = False
-    """Whether streamed weights stay in their files and are read from there in every round."""
+    """Whether streamed weights stay in their files and are read from there in every round (one global batch
+    of every job)."""
     is_resident: bool = False
-    """Whether the base fits without streaming; `layout` is then one resident stage."""
+    """Whether the base fits on the device without streaming; `layout` then has one stage, which stays
+    there."""
 
 
 def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder_bytes: int = 0) -> bool:
@@ -82,7 +85,7 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int, decoder
 def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, max_tokens: int
 ) -> StreamChoice:
-    """Choose how to stream the base to one device for as many jobs as fit together, in the order of
+    """Return how to stream the base to one device for as many jobs as fit together, in the order of
     admission. If possible, the choice also allows each remaining job to train alone later. Raise PlanError if
     nothing fits."""
     ordered = order_for_seats(jobs)
@@ -111,12 +114,13 @@ def choose_stream(
     states: Sequence[HostState] = HOST_STATES,
     waiting_jobs: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Choose how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
+    """Return how to stream the base to one device. Microbatches have at most `max_tokens` tokens, and a round
     (one global batch of every job) has `round_tokens`. Each of the `waiting_jobs` jobs, which are admitted
     later, must fit alone.
 
     If the base fits, it is not streamed. Otherwise, return the fastest cut and capacity with the first of
-    the `states` that fits, unless another state is clearly faster. Raise PlanError if none fits.
+    `states` (choices of what else host memory holds) that fits, unless another state is clearly faster. Raise
+    PlanError if none fits.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, max_sample_tokens(jobs))
@@ -238,7 +242,7 @@ def _choose_resident(
 
 
 def _resident_memory(shape: ModelShape, device: StreamDevice) -> MemoryModel:
-    """Return the memory model of a run that keeps the whole base on the device."""
+    """Return the memory model of a run in which the whole base stays on the device."""
     slack = device.slack_bytes if device.resident_slack_bytes is None else device.resident_slack_bytes
     return MemoryModel(
         shape, device.budget_bytes, device.process_bytes, device.uses_fused_ops, fixed_slack_bytes=slack
@@ -288,13 +292,13 @@ def choose_for_workers(
     max_tokens: int,
     unstreamed_bytes: int,
 ) -> StreamChoice:
-    """Return the fastest way found to stream the base to several workers for these jobs together. Each of the
-    `later_jobs` jobs fits alone with the same stages. If `shape` is that of a shard, each of the `workers` is
-    a group of workers that hold the shards of its stages.
+    """Return the fastest way found to stream the base to several workers for these jobs together, with stages
+    with which each of `later_jobs` fits alone. If `shape` is that of a shard, each of the `workers` is a
+    group of workers that hold the shards of its stages.
 
     `device` describes the device of every worker and the host memory that all workers share. Microbatches
     have at most `max_tokens` tokens. `unstreamed_bytes` is the number of bytes that each device would need if
-    nothing were streamed; it is only used in the reason. Raise PlanError if nothing fits.
+    nothing were streamed; this number is only used in the reason. Raise PlanError if nothing fits.
     """
     assert jobs, "there is nothing to train"
 
@@ -376,8 +380,8 @@ def _check_jobs_fit(
 
 
 def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
-    """Return the error for a base that cannot be streamed with any capacity. It says whether device or host
-    memory is too small."""
+    """Return the error for a base that cannot be streamed with any token capacity. The message says whether
+    device or host memory is too small."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lack := _device_shortage(smallest):
@@ -396,8 +400,8 @@ def _misfit_error(cases: Sequence[StreamCase]) -> PlanError:
 
 
 def _workers_misfit_error(case: StreamCase) -> PlanError:
-    """Return the error for a base that cannot be streamed to several workers. It says whether device or host
-    memory is too small."""
+    """Return the error for a base that cannot be streamed to several workers. The message says whether device
+    or host memory is too small."""
     device, need = case.device, _least_bytes(case)
     if need > device.budget_bytes:
         others = len(case.jobs) - 1

@@ -1,11 +1,11 @@
 """Ablation of a plan: the predicted time without each of the planner's optional mechanisms, compared with the
 time of the plan.
 
-Both are planned and simulated in the same way, and their times are scaled to the same number of tokens. Most
+Both plans are simulated in the same way, and their times are scaled to the same number of tokens. Most
 mechanisms are compared in the first window (a few global batches of every job), which then leaves no batch
-unfinished. Those of a pipeline's planner are compared in two consecutive windows, planned with the speeds
-that a run would measure if its passes took the predicted times. The first window alone would not show them:
-it is planned with guessed speeds and does not hand over.
+unfinished. The mechanisms of a pipeline's planner are compared in two consecutive windows, planned with the
+speeds that a run would measure if its passes took the predicted times. The first window alone would not show
+their effect: it is planned with guessed speeds and leaves no batch to the next window.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from weftune.plan.window.rounds import JobWindow
 from weftune.plan.window.window import Mechanisms
 
 TrainedWindow = Callable[[str, int], JobWindow]
-"""A function that returns a job's part of the first window without evaluations, given the name of the job and
-its number of global batches."""
+"""A function that returns a job's part of the first window (a few global batches of every job) without
+evaluations, given the name of the job and its number of global batches."""
 NO_EXCHANGES = "packing", "best fit without exchanges", Mechanisms(exchanges_samples=False)
 WITHOUT: Sequence[tuple[str, str, Mechanisms]] = (
     NO_EXCHANGES,
@@ -47,7 +47,7 @@ WITHOUT: Sequence[tuple[str, str, Mechanisms]] = (
     ("chunks", "samples stay whole", Mechanisms(cuts_samples=False)),
 )
 """Ablations of a pipeline's planner: the name of the mechanism that is left out, a description of what
-replaces it, and the mechanisms that remain."""
+replaces this mechanism, and the mechanisms that remain."""
 
 
 def ablate(prediction: Prediction, job_window: TrainedWindow, times: StageTimes) -> list[Ablation]:
@@ -90,8 +90,8 @@ def compare_forecasts(
     other: Forecast,
     reference: Forecast | None = None,
 ) -> Ablation:
-    """Compare a forecast without one mechanism with `reference`, a forecast with all mechanisms. The default
-    is the forecast of the plan."""
+    """Return the effect of leaving out a mechanism of the planner: `other`, the forecast without the
+    mechanism, compared with `reference`, by default the forecast of the plan."""
     shown = prediction.forecast
     other, own = scale_to_window(other, shown), scale_to_window(reference or shown, shown)
     return Ablation(mechanism, alternative, other, other.seconds / own.seconds - 1.0)
@@ -100,8 +100,8 @@ def compare_forecasts(
 def _ablate_planner(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, times: StageTimes
 ) -> Iterator[Ablation]:
-    """Yield the ablations of a pipeline's planner, one for each mechanism that changes how two consecutive
-    windows run."""
+    """Yield the ablations of a pipeline's planner, one for each optional mechanism that changes how two
+    consecutive windows run."""
     plan = partial(_plan_two_windows, prediction, jobs, job_window)
     windows = plan(Mechanisms())
     reference = _forecast_windows(windows, times)
@@ -119,9 +119,9 @@ def _ablate_planner(
 def _plan_two_windows(
     prediction: Prediction, jobs: Sequence[JobShape], job_window: TrainedWindow, mechanisms: Mechanisms
 ) -> list[FirstWindow]:
-    """Return two consecutive windows without evaluations that are planned with these mechanisms. The last one
-    leaves nothing unfinished. If the first window contains all batches of the jobs, return this window
-    alone."""
+    """Return two consecutive windows (a few global batches of every job each) without evaluations, planned
+    with these mechanisms. The last one leaves no batch unfinished. If the first window contains all batches
+    of the jobs, return this window alone."""
     choice = replace(prediction.choice, mechanisms=mechanisms)
     rounds = undisturbed_rounds(choice, jobs, job_window)
     paces = simulated_paces(prediction.program, prediction.timeline)
@@ -141,14 +141,16 @@ def _plan_two_windows(
 
 
 def undisturbed_rounds(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: TrainedWindow) -> int:
-    """Return the number of rounds that the first window would have without evaluations. With evaluations, a
-    pipeline's window ends at the first of them, which would hide the effect of mechanisms."""
+    """Return the number of rounds (one global batch of every job each) that the first window would have
+    without evaluations. A pipeline's window ends at the first evaluation, which would hide the effect of
+    mechanisms."""
     windows = [replace(job_window(job.name, choice.window_rounds), evaluation=()) for job in jobs]
     return max(len(one.batches) for one in shorten_windows(windows, choice.first_pace))
 
 
 def _forecast_windows(windows: Sequence[FirstWindow], times: StageTimes) -> Forecast:
-    """Return one forecast for several consecutive windows."""
+    """Return the predicted total time and the peak memory of several consecutive windows (a few global
+    batches of every job each)."""
     if not windows[0].program.hands_over:
         return sum_forecasts([forecast_window(one, times) for one in windows])
     # The predicted seconds are those of one window; without them, the forecast has the simulated ones.

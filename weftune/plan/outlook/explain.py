@@ -9,8 +9,8 @@ from weftune.plan.program.program import Recompute
 
 
 def explain_resident_plan(prediction: Prediction, source: str) -> list[str]:
-    """Return the sentences that explain a plan whose base stays on the devices. `source` is a description of
-    the source of the predicted times."""
+    """Return the sentences that explain a plan whose base stays on the devices. `source` describes where the
+    predicted times come from."""
     choice, program, forecast = prediction.choice, prediction.program, prediction.forecast
     smaller = "" if program.capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
     stages, cut = choice.layout.stages, "One stage: the whole base fits a device."
@@ -42,7 +42,7 @@ def explain_resident_plan(prediction: Prediction, source: str) -> list[str]:
 
 
 def recomputed_sentence(recompute: Recompute) -> str:
-    """Return a sentence that says what the backward recomputes."""
+    """Return a sentence for the user that says which activations the backward recomputes."""
     if not (recompute.recomputed_layers or recompute.recomputes_outputs):
         return "Nothing is recomputed in the backward: memory suffices."
     what = "Outputs of norms and activations are recomputed in the backward"
@@ -60,8 +60,8 @@ def recomputed_sentence(recompute: Recompute) -> str:
 
 
 def explain_streamed_plan(outlook: StreamOutlook, source: str) -> list[str]:
-    """Return the sentences that explain a plan with a streamed base, except for the sentence about its
-    stages. `source` is a description of the source of the predicted times."""
+    """Return the sentences that explain a plan whose base is streamed from host memory, except for the
+    sentence about its stages. `source` describes where the predicted times come from."""
     choice, layout = outlook.choice, outlook.choice.layout
     seconds = outlook.forecast.seconds
     others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in outlook.alternatives)

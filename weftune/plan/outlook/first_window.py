@@ -1,7 +1,8 @@
-"""Prediction of a run's start: its layout, the attached jobs, and the cost of the first window.
+"""Prediction of a run's start: its layout, the jobs that run together, and the time and memory of the first
+window (a few global batches of every job).
 
-`weftune plan` prints this prediction, and `weftune train` records it before it begins. Both use the same
-choice and the same planner, so that the two predictions can be compared.
+`weftune plan` prints this prediction, and `weftune train` records it before training begins. Both commands
+use the same choice and the same planner, so that the two predictions can be compared.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from weftune.plan.window.window import Pacing, plan_window
 def prediction_numbers(
     layout: Layout, program: Program, shapes: JobShapes, prediction: WindowPrediction, process_bytes: int
 ) -> dict[str, Any]:
-    """Return the predicted time and memory of a window, with its layout, as a JSON-compatible dict.
-    `process_bytes` is the number of bytes that a process holds before anything is loaded."""
+    """Return the predicted time and memory of a window (a few global batches of every job), with its layout,
+    as a JSON-compatible dict. `process_bytes` is the number of bytes that a process holds before anything is
+    loaded."""
     return {
         "layout": {
             "stages": [
@@ -57,7 +59,8 @@ def prediction_numbers(
 
 @dataclass(frozen=True, slots=True)
 class FirstWindow:
-    """The first window of a run, or a later one, with its predicted time and memory."""
+    """The first or a later window of a run (a few global batches of every job), with its predicted time and
+    memory."""
 
     program: Program
     prediction: WindowPrediction
@@ -77,11 +80,11 @@ def first_window(
     *,
     hands_over: bool = True,
 ) -> FirstWindow:
-    """Return the window with which a run begins.
+    """Return the window (a few global batches of every job) with which a run begins.
 
     `job_window` returns a job's part of the window, given the name of the job and a number of global batches.
-    With `hands_over`, the window may leave batches unfinished for the next one, as in a run; without it, the
-    window ends with whole batches, from which the time of a run can be predicted.
+    With `hands_over`, the window may leave batches unfinished for the next window, as in a run; otherwise, it
+    ends with whole batches, from which the time of a run can be predicted.
     """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     pacing = choice.pacing(paces, hands_over=hands_over)
@@ -99,8 +102,8 @@ def plan_predicted_window(
     *,
     uses_free_memory: bool = True,
 ) -> FirstWindow:
-    """Plan a window of these jobs, and return it with its predicted time and memory. With `uses_free_memory`,
-    a pipeline has as many microbatches in flight as memory allows."""
+    """Plan a window (a few global batches) of these jobs, and return the window with its predicted time and
+    memory. With `uses_free_memory`, a pipeline has as many microbatches in flight as memory allows."""
     memory, shapes = choice.memory, {job.name: job for job in attached_jobs}
     recompute = memory.choose_recompute(attached_jobs, choice.capacity)
     capacity = memory.choose_capacity(attached_jobs, choice.capacity, recompute)
@@ -127,7 +130,7 @@ def _price_program(
     choice: LayoutChoice, shapes: Mapping[str, JobShape]
 ) -> Callable[[Program], float | None] | None:
     """Return a function that simulates a program on several workers and returns its seconds. Return None for
-    one worker, since its time model needs no simulation."""
+    one worker, whose time model needs no simulation."""
     if choice.layout.workers * choice.layout.replicas * choice.layout.shards == 1:
         return None
     return partial(choice.predict_seconds, shapes=shapes)

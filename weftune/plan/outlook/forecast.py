@@ -1,4 +1,5 @@
-"""Forecast of the first window of a run, and of alternative ways to run the same jobs."""
+"""Forecast of the first window of a run (a few global batches of every job), and of alternative ways to run
+the same jobs."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from weftune.plan.window.window import Mechanisms
 
 ALONE, PIPED = "one after another", "1F1B per job"
 TRAINED_PASSES = 2.0
-"""Time of a forward and a backward without recomputation, relative to the time of a forward."""
+"""Time of a forward and its backward together, without recomputation, relative to the time of the forward
+alone."""
 FEW_ROUNDS = 2
 """Number of global batches per job in forecasts of alternative ways to run the jobs."""
 JobWindowOf = Callable[[str, int, bool], JobWindow]
-"""A function that returns a job's part of the first window, given the name of the job, its number of global
-batches, and whether the window begins with its evaluation."""
+"""A function that returns a job's part of the first window (a few global batches of every job), given the
+name of the job, its number of global batches, and whether the window begins with the job's evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,15 @@ class Forecast:
     name: str
     seconds: float
     steps: int
-    """Number of rounds, which is the largest number of global batches of any job."""
+    """Number of rounds (one global batch of every job each), which is the largest number of global batches of
+    any job."""
     tokens: int
     microbatches: int
     busy_seconds: float
     """Seconds in which devices compute, summed over the devices."""
     devices: int
     peaks: tuple[int, ...]
-    """Peak bytes on each device."""
+    """Predicted peak bytes in use on each device."""
     fits: bool
     """Whether the predicted peak fits in the memory of each device."""
     capacity: int
@@ -72,21 +75,23 @@ class Ablation:
     alternative: str
     forecast: Forecast
     relative_cost: float
-    """Relative increase in the time of the window. It is negative if the window would be shorter."""
+    """Relative increase in the time of the window (a few global batches of every job) without the mechanism.
+    A negative value means that the window would be shorter."""
     is_added: bool = False
-    """Whether the mechanism is off by default. The alternative then adds it to the plan instead of leaving it
-    out."""
+    """Whether the mechanism is off by default. The alternative then adds the mechanism to the plan instead of
+    leaving it out."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Maps names of options of a run to the values that leave the mechanism out, so that its effect can be
     measured. Empty if there are no such options."""
     measured_step_seconds: float | None = None
-    """Measured seconds per round of a run without the mechanism. None if no such run was measured."""
+    """Measured seconds per round (one global batch of every job) of a run without the mechanism. None if no
+    such run was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted first window of a run: its plan, its simulation, its forecast, and the forecasts of other
-    ways to run the jobs."""
+    """The predicted first window of a run (a few global batches of every job): its plan, its simulation, its
+    forecast, and the forecasts of other ways to run the jobs."""
 
     window: FirstWindow
     program: Program
@@ -102,7 +107,8 @@ class Prediction:
 def predict_window(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> Prediction:
-    """Predict the first window of a run. `jobs` are the jobs that run together from the start, and `times`
+    """Return the predicted time and memory of the first window of a run (a few global batches of every job),
+    and of other ways to run its jobs. `jobs` are the jobs that run together from the start, and `times`
     predicts the times of stages."""
     times = replace(times, step=times.step.add(choice.step_wait))
     first = first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, True))
@@ -118,8 +124,8 @@ def predict_window(
 
 
 def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTimes) -> WindowPrice:
-    """Return the predicted time and memory of the first window of a share of the jobs, without
-    evaluations."""
+    """Return the predicted time and memory of the first window (a few global batches, without evaluations) of
+    a share of the jobs."""
     window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
@@ -137,13 +143,14 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
 
 
 def _training_window(choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf) -> FirstWindow:
-    """Return the first window of a run without evaluations and without batches that are left to the next
-    window."""
+    """Return the first window of a run (a few global batches of every job), without evaluations and without
+    batches that are left to the next window."""
     return first_window(choice, jobs, lambda name, rounds: job_window(name, rounds, False), hands_over=False)
 
 
 def forecast_window(window: FirstWindow, times: StageTimes) -> Forecast:
-    """Return the forecast of a window, including waits for optimizer steps whose state is in host memory."""
+    """Return the forecast of a window (a few global batches of every job), including waits for optimizer
+    steps whose state is in host memory."""
     times = replace(times, step=times.step.add(window.choice.step_wait))
     return _forecast_timeline(window, _simulate_window(window, times))
 
@@ -177,9 +184,9 @@ def _forecast_timeline(window: FirstWindow, timeline: Timeline) -> Forecast:
 def _forecast_alternatives(
     choice: LayoutChoice, jobs: Sequence[JobShape], job_window: JobWindowOf, times: StageTimes
 ) -> list[Forecast]:
-    """Return forecasts in which the jobs run one after another on the same layout: microbatch after
-    microbatch and, in a pipeline, with the 1F1B schedule. Only a few global batches of each job are
-    simulated."""
+    """Return forecasts of runs in which the jobs follow one another on the same layout: each job runs one
+    microbatch after another and, in a second forecast for pipelines, with the 1F1B schedule. Only a few
+    global batches of each job are simulated."""
     parts, plain = [], replace(choice, mechanisms=Mechanisms(order=PipelineOrder.alternating))
     for job in jobs:
         alone = first_window(
@@ -197,7 +204,8 @@ def _forecast_alternatives(
 
 
 def scale_to_window(forecast: Forecast, window_forecast: Forecast) -> Forecast:
-    """Return the forecast `forecast`, scaled to the number of tokens of the window `window_forecast`."""
+    """Return `forecast` with times and counts scaled to the number of tokens in `window_forecast`, the
+    forecast of a window (a few global batches of every job)."""
     factor = window_forecast.tokens / forecast.tokens
     return replace(
         forecast,
@@ -211,7 +219,8 @@ def scale_to_window(forecast: Forecast, window_forecast: Forecast) -> Forecast:
 
 
 def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
-    """Return the total forecast of several runs that follow one another, with the name of the first one."""
+    """Return the total forecast of several runs that follow one another, with the name of the first
+    forecast."""
     return Forecast(
         name=parts[0].name,
         seconds=sum(part.seconds for part in parts),
@@ -228,7 +237,7 @@ def sum_forecasts(parts: Sequence[Forecast]) -> Forecast:
 
 
 def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of jobs that share microbatches, directly or through other jobs."""
+    """Return the groups of jobs that are connected by shared microbatches, directly or through other jobs."""
     groups: list[set[str]] = []
     for microbatch in program.microbatches:
         met = set(microbatch.jobs)
@@ -241,11 +250,12 @@ def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShareOutlook:
-    """Forecast for a cluster in which every device holds the whole base and trains a share of the jobs."""
+    """Forecast for a cluster in which every device holds the whole base and trains a part (share) of the
+    jobs."""
 
     shares: tuple[DeviceShare, ...]
     parts: tuple[Prediction, ...]
-    """Predicted first window of each share of the jobs."""
+    """Predicted first window (a few global batches of every job) of each share (part) of the jobs."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -259,9 +269,9 @@ def share_outlook(
     devices: int,
     predict_share: Callable[[Sequence[JobShape]], Prediction],
 ) -> ShareOutlook:
-    """Return the forecast for a cluster whose devices each train a share of the jobs. The shares are divided
-    so that they take about equally long; `seconds` maps each job to the predicted seconds of its training.
-    `predict_share` predicts the first window of the jobs of one share."""
+    """Return the forecast for a cluster whose devices each train a share (part) of the jobs. All shares take
+    about equally long; `seconds` maps each job to the predicted seconds of its training. `predict_share`
+    predicts the first window of the jobs of one share."""
     sources = {job.name: job.source_job for job in jobs}
     shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [predict_share([job for job in jobs if job.name in share.jobs]) for share in shares]

@@ -1,4 +1,5 @@
-"""Forecast for a streamed base: the time of a round (one global batch of every job), and of other layouts."""
+"""Forecast for a base that is streamed from host memory: the time of a round (one global batch of every job)
+with the chosen layout and with others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from weftune.plan.program.simulate import Timeline, simulate
 
 @dataclass(frozen=True, slots=True)
 class StreamOutlook:
-    """The forecast for a streamed base, with the forecasts of alternatives."""
+    """The forecast for a base that is streamed from host memory, with the forecasts of other ways to run the
+    jobs."""
 
     choice: LayoutChoice
     case: StreamCase
@@ -36,7 +38,7 @@ class StreamOutlook:
     @property
     def uploaded_bytes(self) -> int:
         """Bytes of layers that are copied to the devices per round (one global batch of every job). A stage
-        that is still in a slot of device memory is not copied again."""
+        that is still in its slot (its place in device memory) is not copied again."""
         layout, layers = self.choice.layout, 0
         for worker in range(self.workers):
             own = layout.for_worker(worker)
@@ -98,7 +100,8 @@ def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
 
 
 def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield the names and layouts of Mobius's largest and smallest stages on one device, if they fit."""
+    """Yield the names and layouts of two partitions from the Mobius paper, the largest and the smallest
+    possible stages, on one device, if they fit in memory."""
     if layout.workers > 1:
         return
     for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
@@ -109,8 +112,9 @@ def _mobius_layouts(case: StreamCase, layout: Layout) -> Iterator[tuple[str, Lay
 
 
 def ablate_streamed_plan(outlook: StreamOutlook) -> tuple[Ablation, ...]:
-    """Compare the plan with other divisions into stages, with loads without prefetch, and with all stages
-    streamed. All other choices of the plan are kept. Layouts that do not fit in memory are omitted."""
+    """Return the effects of dividing a streamed base into Mobius's stages, of loading stages without
+    prefetch, and of streaming all stages, compared with the plan. All other choices of the plan are kept.
+    Layouts that do not fit in memory are omitted."""
     layout = outlook.choice.layout
     others = [("streamed stages", name, cut) for name, cut in _mobius_layouts(outlook.case, layout)]
     if max(layout.slot_counts) > 1:
@@ -131,7 +135,7 @@ def ablate_streamed_plan(outlook: StreamOutlook) -> tuple[Ablation, ...]:
 
 
 def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
-    """Return the simulated timeline of the passes and Load actions of a window, at the speeds for which the
+    """Return the simulated timeline of the passes and Load actions of `program`, at the speeds for which the
     layout was chosen. Transfers of optimizer state and of offloaded inputs are not simulated."""
     sizes = [stage.layer_count for stage in layout.stages]
     by_rows = {rows: _pass_prices(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}

@@ -9,21 +9,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 EVALUATION_COST = 0.4
-"""Time of an evaluated or scored token, which has no backward, relative to the time of a trained token."""
+"""Time of a token that is evaluated or scored (by its log-probability), without a backward, relative to the
+time of a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotal:
-    """Totals of the whole training of a job."""
+    """Totals of the whole training of a job: steps, tokens and bytes."""
 
     steps: int
     tokens: float
-    """Tokens per optimizer step. Evaluated and scored tokens are converted into the number of trained tokens
-    that take equally long."""
+    """Tokens per optimizer step. Tokens that are evaluated or scored (by their log-probability) are converted
+    into the number of trained tokens that take equally long."""
     state_bytes: int
     """Bytes of the job's adapter, including gradient and optimizer state."""
     is_lower_bound: bool = False
-    """Whether the number of steps is only a lower bound."""
+    """Whether `steps`, the job's number of optimizer steps, is only a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class WholeRun:
     end_seconds: Mapping[str, float]
     """Maps each job to the seconds from the start of the run to the end of the job."""
     need_bytes: int
-    """Bytes that the run needs on the fullest device."""
+    """Predicted bytes that the run needs on the fullest device."""
     budget_bytes: int
 
     @property
@@ -52,8 +53,8 @@ def tokens_per_step(
     steps: int,
     scored_tokens: float = 0.0,
 ) -> float:
-    """Return the number of tokens per optimizer step of a job, where evaluated and scored tokens are
-    converted into trained tokens that take equally long.
+    """Return the number of tokens per optimizer step of a job, where tokens that are evaluated or scored (by
+    their log-probability) are converted into the number of trained tokens that take equally long.
 
     `batches` contains the sample lengths of a few typical global batches. `held_out` is the number of tokens
     per evaluation, and `scored_tokens` the number of tokens that a reference policy scores once."""
@@ -85,5 +86,6 @@ def job_ends(
 
 
 def rounds_at_rate(totals: Mapping[str, JobTotal], tokens_per_second: float) -> RoundSeconds:
-    """Return a function that computes the seconds of a round in proportion to its tokens."""
+    """Return a function that computes the seconds of a round (one global batch of every job) in proportion to
+    the tokens of the round."""
     return lambda names: sum(totals[name].tokens for name in names) / tokens_per_second

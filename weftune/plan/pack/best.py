@@ -1,8 +1,8 @@
 """A search for a packing of samples into as few microbatches (bins) as possible, with bounded effort.
 
-The best-fit heuristic runs first. If it needs more bins than the lower bound, samples are exchanged between
-bins, and a few bins are repacked at random. Effort is limited by counts, not by seconds, so a packing is a
-pure function of its input.
+The best-fit heuristic runs first. If this heuristic needs more bins than the lower bound, samples are
+exchanged between bins, and a few bins are repacked at random. Effort is limited by counts, not by seconds, so
+a packing is a pure function of its input.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Limits:
     """Limits on the effort of the search for a packing."""
 
     max_exchanges: int = 4000
-    """Maximum number of exchanges between two bins."""
+    """Maximum number of exchanges of samples between two bins (microbatches)."""
     max_repackings: int = 50
-    """Maximum number of random repackings of a few bins."""
+    """Maximum number of times that a few bins (microbatches) are repacked at random."""
 
 
 LIMITS = Limits()
@@ -40,9 +40,9 @@ class Packing:
     greedy_bin_count: int
     """Number of microbatches that the best-fit heuristic alone needs."""
     lower_bound: int
-    """Lower bound on the number of microbatches. It may not be reachable."""
+    """Lower bound on the number of microbatches, which may not be reachable."""
     least_rows: int
-    """Number of rows in the least full microbatch, which is the last one."""
+    """Number of rows in the least full microbatch, which is the last element of `bins`."""
     method: PackingMethod
     is_optimal: bool
     """Whether the lower bound proves that fewer microbatches are impossible."""
@@ -60,12 +60,13 @@ def pack_best(
     leaves_room: bool = False,
     limits: Limits = LIMITS,
 ) -> Packing:
-    """Pack samples of the given lengths into few microbatches of at most `capacity` rows, and never into more
-    than the best-fit heuristic needs.
+    """Return a packing of samples of the given lengths into few microbatches of at most `capacity` rows,
+    never more microbatches than the best-fit heuristic needs.
 
     With `leaves_room`, the rows of the last microbatch are also minimised, so that samples of the next round
-    can be added to it. The rows of each job in a microbatch are padded to a multiple of `multiple`. `jobs`
-    contains the index of each sample's job. None means that all samples belong to one job.
+    (one global batch of every job) can be added to it. The rows of each job in a microbatch are padded to a
+    multiple of `multiple`. `jobs` contains the index of each sample's job. None means that all samples belong
+    to one job.
     """
     return pack_instance(make_instance(lengths, capacity, multiple, jobs), leaves_room, limits)
 
@@ -82,8 +83,8 @@ def pack_instance(case: Instance, leaves_room: bool = False, limits: Limits = LI
             bins, method = candidate, candidate_method
 
     def can_free_rows() -> bool:
-        """Return whether the least full bin exceeds its smallest possible load by at least the shortest
-        sample."""
+        """Return whether the least full bin (microbatch) has so many more rows than its minimum that the
+        shortest sample could be moved out."""
         spare = least_load(case, bins) - least_possible_load(case, len(bins))
         return leaves_room and spare >= min(case.lengths, default=1)
 

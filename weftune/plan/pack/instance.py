@@ -63,7 +63,8 @@ def pad_rows(tokens: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of sample indices, each of at most `capacity` rows, by best fit decreasing."""
+    """Return bins (microbatches) of sample indices, each of at most `capacity` rows, by best fit
+    decreasing."""
     assert all(length <= capacity for length in lengths), "a sample is longer than the capacity"
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
@@ -80,8 +81,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack_padded(case: Instance) -> Bins:
-    """Return bins of sample indices by best fit decreasing, where the rows of each job in a bin are padded. A
-    sample may replace padding rows of its job."""
+    """Return bins (microbatches) of sample indices by best fit decreasing, where the rows of each job in a
+    bin are padded. A sample may replace padding rows of its own job."""
     if case.multiple == 1:
         return pack(case.lengths, case.capacity)
     bins: Bins = []

@@ -1,9 +1,9 @@
-"""Packing of consecutive rounds, in which the last microbatch of a round is filled with samples of the next
-round.
+"""Packing of consecutive rounds (one global batch of every job of a group), in which the last microbatch of a
+round is filled with samples of the next round.
 
-A round is one global batch of every job of a group. In a pipeline, a job's next batch must wait until the
-backward of its previous batch has reached the first stage (the bubble lemma). Rounds of other groups of jobs
-fill this time. Where no microbatch is allowed to run, the sequence contains a no-op (an empty microbatch).
+ In a pipeline, a job's next batch must wait until the backward of its previous batch has reached the first
+stage (the bubble lemma). Rounds of other groups of jobs fill this time. Where no microbatch is allowed to
+run, the sequence contains a no-op (an empty microbatch).
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ NO_OP: Microbatch = ()
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The microbatches of a sequence of rounds, in the order of their forward passes."""
+    """The microbatches of a sequence of rounds (one global batch of every job of a group), in the order of
+    their forward passes."""
 
     microbatches: tuple[Microbatch, ...]
     moved_samples: int
-    """Number of samples that were moved into the last microbatch of the round before."""
+    """Number of samples that were moved into the last microbatch of the previous round (one global batch of
+    every job of a group)."""
     separate_count: int
-    """Number of microbatches that separate packing of each round gives."""
+    """Number of microbatches if each round (one global batch of every job of a group) is packed
+    separately."""
 
     @property
     def no_ops(self) -> int:
@@ -50,8 +53,8 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class MergeRules:
-    """The rules for microbatches: their capacity in rows, the distance in microbatches between two batches of
-    a job (`stages`), and the multiple to which the rows of a job are padded."""
+    """The rules for microbatches: their capacity in rows, the minimum distance in microbatches between two
+    global batches of a job (`stages`), and the multiple to which the rows of a job are padded."""
 
     capacity: int
     stages: int = 1
@@ -65,12 +68,12 @@ def merge(
     previous_microbatches: Sequence[Microbatch] = (),
     moves_samples: bool = True,
 ) -> Merged:
-    """Pack each round into microbatches and concatenate the rounds. `previous_microbatches` come before the
-    rounds and do not change.
+    """Pack each round (one global batch of every job of a group) into microbatches and concatenate the
+    rounds. `previous_microbatches` come before the rounds and do not change.
 
-    With `moves_samples`, samples may move into the last microbatch of the round before, unless the sequence
-    becomes longer. The sequence can become longer, because a shorter round brings a job's next batch closer
-    to its previous one, which may require no-ops.
+    With `moves_samples`, samples may move into the last microbatch of the previous round, unless the sequence
+    becomes longer. The sequence can become longer because a shorter round brings a job's next batch closer to
+    its previous one, which may require no-ops.
     """
     alone = [_pack_samples(samples, rules) for samples in rounds]
     plain = _concatenate_rounds(rounds, alone, rules, previous_microbatches, moves_samples=False)
@@ -91,7 +94,7 @@ def verify_microbatches(
     previous_microbatches: Sequence[Microbatch] = (),
 ) -> None:
     """Raise IllegalProgram unless every sample of the rounds is in exactly one microbatch, no microbatch
-    exceeds the capacity, and the batches of a job are far enough apart (see `earliest_microbatch`)."""
+    exceeds the capacity, and the global batches of a job are far enough apart (see `earliest_microbatch`)."""
     planned = Counter(one for samples in rounds for one in samples)
     if Counter(one for microbatch in microbatches for one in microbatch) != planned:
         raise IllegalProgram("the samples of the rounds are not trained exactly once each")
@@ -121,8 +124,9 @@ def _concatenate_rounds(
     previous_microbatches: Sequence[Microbatch],
     moves_samples: bool,
 ) -> Merged:
-    """Concatenate the rounds. `packed_rounds` contains the microbatches of each round, packed separately.
-    With `moves_samples`, samples may move into the last microbatch of the round before."""
+    """Return the microbatches of all rounds (one global batch of every job of a group) in sequence.
+    `packed_rounds` contains the microbatches of each round, packed separately. With `moves_samples`, samples
+    may move into the last microbatch of the previous round."""
     line = _Sequence(rules, previous_microbatches)
     moved = 0
     for samples, packed in zip(rounds, packed_rounds, strict=True):
@@ -152,8 +156,8 @@ class _Sequence:
             self._append_microbatch(microbatch)
 
     def find_best_fill(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return the samples that fill the last microbatch best, chosen among the samples that are allowed to
-        run in it."""
+        """Return the samples that fill the last microbatch best, chosen among those samples that may run in
+        this microbatch."""
         free = [one for one in samples if self._may_run(one, len(self.microbatches) - 1)]
         room = self.rules.capacity - _padded_rows(self.microbatches[-1], self.rules.multiple)
         case = _packing_instance(free, self.rules)
@@ -164,8 +168,9 @@ class _Sequence:
             self.ends[one.job, one.batch] = len(self.microbatches) - 1
 
     def append_round(self, microbatches: Sequence[Microbatch]) -> None:
-        """Append the microbatches of a round. Each position gets the first microbatch that is allowed to run
-        there, or a no-op (an empty microbatch) if there is none."""
+        """Append the microbatches of a round (one global batch of every job of a group). Each position gets
+        the first microbatch that is allowed to run there, or a no-op (an empty microbatch) if there is
+        none."""
         remaining = list(microbatches)
         while remaining:
             number = len(self.microbatches)
@@ -176,7 +181,8 @@ class _Sequence:
             self._append_microbatch(chosen)
 
     def _may_run(self, sample: BatchSample, number: int) -> bool:
-        """Return whether a sample may run in microbatch `number`."""
+        """Return whether a sample may run in microbatch `number`, which must come long enough after the job's
+        previous global batch."""
         end = self.ends.get((sample.job, sample.batch - 1))
         return end is None or number >= earliest_microbatch(end, self.rules.stages)
 
@@ -192,8 +198,8 @@ def _pack_samples(samples: Sequence[BatchSample], rules: MergeRules) -> list[Mic
 
 @lru_cache(maxsize=1024)
 def _find_packing(case: Instance, limits: Limits) -> Packing:
-    """Return a packing of samples into few microbatches. Results are cached, since the plans that are
-    compared often contain the same rounds."""
+    """Return a packing of samples into few microbatches. Results are cached, since the planner compares many
+    plans that contain the same samples."""
     return pack_instance(case, leaves_room=True, limits=limits)
 
 
@@ -223,29 +229,32 @@ class JobLengths:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A division of the jobs into groups whose rounds alternate in a pipeline."""
+    """A division of the jobs into groups whose rounds (one global batch of each job of the group) alternate
+    in a pipeline."""
 
     groups: tuple[tuple[str, ...], ...]
-    """Names of the jobs of each group, in the order in which the rounds of the groups run."""
+    """Names of the jobs of each group, in the order in which the groups take turns."""
     microbatches: tuple[int, ...]
-    """Minimum number of microbatches in a round of each group."""
+    """Minimum number of microbatches in a round (one global batch of every job) of each group."""
     no_ops: int
-    """Number of no-ops (empty microbatches) per cycle, in which each group has one round."""
+    """Number of no-ops (empty microbatches) per cycle, in which each group of jobs has one round (one global
+    batch of each of its jobs)."""
 
 
 def earliest_microbatch(last: int, stages: int) -> int:
-    """Return the number of the first microbatch in which batch j + 1 of a job may begin if its batch j ends
-    in microbatch `last` (the bubble lemma).
+    """Return the index of the first microbatch in which global batch j + 1 of a job may begin if its batch j
+    ends in microbatch `last` (the bubble lemma).
 
-    The reason is that, in plain 1F1B, the first stage runs the backward of microbatch k right before the
-    forward of microbatch k + `stages`.
+    The reason is that, in plain 1F1B, the first of the `stages` stages runs the backward of microbatch k
+    right before the forward of microbatch k + `stages`.
     """
     return last + stages
 
 
 def no_ops_per_round(microbatches: Sequence[int], stages: int) -> int:
-    """Return the number of no-ops (empty microbatches) per cycle, in which each group has one round.
-    `microbatches` contains the number of microbatches in a round of each group.
+    """Return the number of no-ops (empty microbatches) per cycle, in which each group of jobs has one round
+    (one global batch of each of its jobs). `microbatches` contains the number of microbatches in a round of
+    each group.
 
     Two consecutive rounds of a group need at least `stages` − 1 microbatches of other groups or no-ops
     between them, since a job's next batch waits for the backward of its previous one (the bubble lemma).
@@ -272,7 +281,8 @@ def head_tail_groups(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobL
 
 def group_jobs(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
     """Return the division of the jobs into groups (see `head_tail_groups`) with the fewest microbatches and
-    no-ops per round and, among these, with the fewest groups.
+    no-ops (empty microbatches) per round, which is one global batch of every job, and, among these, with the
+    fewest groups.
 
     Fewer groups pack better, and more groups need fewer no-ops. With one stage, all jobs form one group.
     """

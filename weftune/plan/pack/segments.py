@@ -11,15 +11,15 @@ from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPl
 
 
 def ladder_size(tokens: int) -> int:
-    """Round a number of rows up to an allowed microbatch size. Allowed sizes (the pads_to_ladder) are sixteen
-    per power of two, but at least 128 apart."""
+    """Round `tokens` up to an allowed microbatch size, in rows. There are at most sixteen allowed sizes per
+    power of two, and neighbouring sizes are at least 128 apart."""
     step = max(128, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def smallest_ladder_size(lengths: Sequence[int], capacity: int, limits: Limits = LIMITS) -> int:
-    """Return the smallest microbatch size (see `ladder_size`) for which the samples need no more microbatches
-    than with `capacity` rows."""
+    """Return the smallest allowed microbatch size, in rows (see `ladder_size`), for which the samples need no
+    more microbatches than with `capacity` rows."""
     if not lengths:
         return capacity
     fewest = pack_best(lengths, capacity, limits=limits).count
@@ -36,7 +36,7 @@ def pack_segments(
     contiguous. Samples with the same group number, such as a preference pair, are in one microbatch.
 
     With `pads_to_ladder`, microbatches are padded to the allowed sizes of `ladder_size`. `limits` bound the
-    effort of packing.
+    effort of the search for a packing.
     """
     segments = list(segments)
     pieces = [

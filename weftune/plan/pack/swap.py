@@ -12,23 +12,24 @@ import numpy as np
 from weftune.plan.pack.instance import Bins, Instance
 
 REPACKED_BINS = 5
-"""Number of bins that are repacked together. Among 3, 4 and 5, this value was best if two or three samples
-fill a bin."""
+"""Number of bins (microbatches) that are repacked together. Among 3, 4 and 5, this value was best if two or
+three samples fill a bin."""
 KEPT = 0.6
-"""Fraction of the samples from which each bin is first filled when bins are repacked at random."""
+"""Fraction of the samples, chosen at random, from which each bin (microbatch) is first filled when bins are
+repacked at random."""
 LOSS = 0.005
 """Maximum relative decrease in the sum of squared bin loads (tokens per bin) at which randomly repacked bins
 are accepted."""
 
 
 def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: int) -> Bins:
-    """Return the bins after exchanges of samples between pairs of bins. The result has fewer bins or, if
-    their number stays the same, at most as many rows in the least full bin.
+    """Return the bins (microbatches) after exchanges of samples between pairs of bins. The result has fewer
+    bins or, if their number stays the same, at most as many rows in the least full bin.
 
-    The fuller bin of a pair gets those samples of both bins that fill it best, if it then has more tokens
-    than either bin had before. The sum of squared tokens therefore grows with every exchange, and the search
-    ends, at the latest after `max_exchanges` tries. It also ends when `min_bins` bins remain and the least
-    full bin cannot have fewer rows.
+    The fuller bin of a pair gets those samples of both bins that fill it best, if this bin then has more
+    tokens than either bin had before. The sum of squared tokens therefore grows with every exchange, so the
+    search ends, at the latest after `max_exchanges` tries. The search also ends when `min_bins` bins remain
+    and the least full bin cannot have fewer rows.
     """
     search = _SwapSearch(case, [list(chosen) for chosen in bins], max_exchanges)
     while search.tries > 0 and not search.is_done(min_bins) and search.try_all_pairs():
@@ -41,8 +42,9 @@ def exchange_samples(case: Instance, bins: Bins, min_bins: int, max_exchanges: i
 def repack_randomly(
     case: Instance, bins: Bins, min_bins: int, max_repackings: int, max_exchanges: int
 ) -> Bins:
-    """Return fewer bins if at most `max_repackings` random repackings of a few bins achieve that, or else the
-    given bins. The random seed is fixed, so the result depends only on the input."""
+    """Return fewer bins (microbatches) if at most `max_repackings` random repackings of a few bins reduce
+    their number, or else the given bins. The random seed is fixed, so the result depends only on the
+    input."""
     random = Random(0)
     current = bins
     for kick in range(1, max_repackings + 1):
@@ -56,12 +58,12 @@ def repack_randomly(
 
 
 def least_load(case: Instance, bins: Bins) -> int:
-    """Return the number of rows in the least full bin, including padding."""
+    """Return the number of rows in the least full bin (microbatch), including padding."""
     return min((case.load(chosen) for chosen in bins), default=0)
 
 
 def least_possible_load(case: Instance, count: int) -> int:
-    """Return the number of rows in the last of `count` bins if all other bins are full."""
+    """Return the number of rows in the last of `count` bins (microbatches) if all other bins are full."""
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
@@ -77,8 +79,8 @@ class _SwapSearch:
         return least_load(self.case, self.bins) <= least_possible_load(self.case, len(self.bins))
 
     def try_all_pairs(self) -> bool:
-        """Try to exchange samples between every pair of bins once. Return whether any samples were
-        exchanged."""
+        """Try to exchange samples between every pair of bins (microbatches) once. Return whether any samples
+        were exchanged."""
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
@@ -92,8 +94,8 @@ class _SwapSearch:
         return changed
 
     def _exchange_in_pair(self, receiver: int, donor: int, bin_tokens: list[int]) -> bool:
-        """Exchange samples between two bins if `receiver` becomes fuller than either bin was, and update
-        `bin_tokens`. Return whether samples were exchanged."""
+        """Exchange samples between two bins (microbatches) if `receiver` becomes fuller than either bin was,
+        and update `bin_tokens`. Return whether samples were exchanged."""
         if not self.bins[donor] or not self.bins[receiver]:
             return False
         self.tries -= 1
@@ -112,8 +114,8 @@ class _SwapSearch:
 
 
 def _repack_some_bins(case: Instance, bins: Bins, random: Random) -> Bins:
-    """Repack the least full bin and a few others at random, and return all bins. Return the given bins if
-    repacking increases their number or lowers the sum of squared tokens too much."""
+    """Repack the least full bin (microbatch) and a few others at random, and return all bins. Return the
+    given bins if repacking increases their number or lowers the sum of the squared bin loads too much."""
     rooms = [case.capacity - case.tokens(chosen) + 1 for chosen in bins]
     opened = {rooms.index(max(rooms)), *random.choices(range(len(bins)), weights=rooms, k=REPACKED_BINS - 1)}
     before = [bins[number] for number in sorted(opened)]
@@ -126,8 +128,8 @@ def _repack_some_bins(case: Instance, bins: Bins, random: Random) -> Bins:
 
 
 def _repack_samples(case: Instance, pool: list[int], random: Random) -> Bins:
-    """Return new bins for these samples. Each bin gets the longest remaining sample, then samples of a random
-    subset that fill it best, and then any others that fit."""
+    """Return new bins (microbatches) with these samples. Each bin gets the longest remaining sample, then
+    samples of a random subset that fill it best, and then any others that fit."""
     pool = sorted(pool, key=lambda index: (-case.lengths[index], index))
     bins: Bins = []
     while pool:
@@ -155,8 +157,8 @@ def find_best_fill(case: Instance, pool: Sequence[int], free_rows: int) -> list[
 
 
 class _Sums:
-    """All total token counts, up to `free_rows`, that subsets of the samples can have. Bit n of `reach[k]` is
-    set if a subset of the k shortest samples has n tokens in total."""
+    """All total token counts, up to `free_rows`, that subsets of the samples can have. In `reach[k]`, bit n
+    is set if a subset of the k shortest samples has n tokens in total."""
 
     def __init__(self, case: Instance, pool: Sequence[int], free_rows: int) -> None:
         self.lengths = case.lengths

@@ -42,13 +42,13 @@ from weftune.plan.program.program import (
 
 
 def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
-    """Raise IllegalProgram unless every rule of training holds. `last_steps` maps each job to the last step
-    that it has executed before.
+    """Raise IllegalProgram unless every rule of training holds. `last_steps` maps each job to the last
+    optimizer step that it has executed before the program.
 
     Samples: every sample of a global batch is trained exactly once, at its own offset, either whole or in
     chunks that are alone in their microbatches. Samples of a group are in one microbatch. A sample is
-    evaluated or scored at most once per step. A microbatch stays within the capacity and has one segment per
-    job.
+    evaluated or scored (its log-probability is computed) at most once per step. A microbatch stays within the
+    capacity and has one segment per job.
 
     Every device: a Forward follows the arrival of its input from the previous stage. A Backward follows its
     Forward and the arrival of its gradient from the next stage. A Step follows every Backward of its batch
@@ -56,14 +56,14 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
     Evaluate, Score and Save follow the step that they name. A streamed stage is used between its Load and its
     Evict. The chunks of a sample run forward in order and backward in reverse.
 
-    Overlap: all half layers of a microbatch run before its Forward, in order, and again before its Backward,
-    in reverse. At most two microbatches that overlap are in flight. The layers are in one stage and one
-    replica.
+    Overlap: all half layers (attentions and feed-forwards) of a microbatch run before its Forward, in order,
+    and again before its Backward, in reverse. At most two microbatches that overlap are in flight. The layers
+    are in one stage and one replica.
 
-    Several devices: every Send has its Recv, in the same order on both devices. A Reduce waits for the Reduce
-    of the next device, and a Step for the Step of the previous one. At the end of the window, nothing is
-    pending, unless the window hands over: then batches may be unfinished, but all devices agree on the
-    progress of every microbatch and execute the same Steps, and no message is in transit.
+    Several devices: every Send has its Recv, in the same order on both devices. A Reduce (sum over devices)
+    waits for the Reduce of the next device, and a Step for the Step of the previous device. At the end of the
+    window, nothing is pending, unless the window hands over: then batches may be unfinished, but all devices
+    agree on the progress of every microbatch and execute the same Steps, and no message is in transit.
 
     Replicas: every microbatch runs in one replica. Each replica sends the gradient of its part of a batch
     once, after its last Backward. The Reduce that adds the gradients waits for all replicas, and begins with
@@ -97,8 +97,8 @@ def check(program: Program, last_steps: dict[str, int] | None = None) -> None:
 
 
 def _require(condition: bool, sentence: str, *named: object) -> None:
-    """Raise IllegalProgram unless `condition` is true. The error message is `sentence` formatted with the
-    values in `named`. It is formatted only on failure, since formatting every action would be slow."""
+    """Raise IllegalProgram unless `condition` is true. The error message is `sentence` with the values in
+    `named` inserted. The values are inserted only on failure, since formatting every action would be slow."""
     if not condition:
         raise IllegalProgram(sentence.format(*named))
 
@@ -159,7 +159,8 @@ def _check_forward_only(program: Program) -> None:
 
 
 def _check_replica_scores(program: Program) -> None:
-    """Check that the last stages of all replicas exchange the same scores."""
+    """Check that the last stages of all replicas exchange the same scores (log-probabilities of mismatched
+    samples)."""
     exchanges = [
         {one for one in actions if isinstance(one, Reduce) and one.payload in SCORE_PAYLOADS}
         for actions in (program.devices[device] for device in program.same_stage_devices(program.stages[-1]))
@@ -168,7 +169,8 @@ def _check_replica_scores(program: Program) -> None:
 
 
 class _DeviceCheck:
-    """A check of the actions of one device in order. It tracks the state of the device after each action."""
+    """A check of the actions of one device in order, which tracks the state of the device after each
+    action."""
 
     def __init__(
         self,
@@ -179,7 +181,8 @@ class _DeviceCheck:
         last_steps: dict[str, int],
     ) -> None:
         """Prepare the check of a device. `trained_counts` maps each (job, step) to the number of samples that
-        the device's replica trains, and `scored_counts` to the number that each replica scores."""
+        the device's replica trains, and `scored_counts` to the number of samples whose log-probabilities each
+        replica computes."""
         self.program = program
         self.device = device
         self.replica = program.replica(device)
@@ -191,16 +194,19 @@ class _DeviceCheck:
         }
         self.unscored = scored_counts[self.replica].copy()
         self.scored_by_replicas = set().union(*scored_counts) if program.replicas > 1 else set()
-        """Pairs of a job and a step after which replicas score samples of the job."""
+        """Pairs of a job and an optimizer step after which replicas score samples of the job (compute their
+        log-probabilities)."""
         self.exchanged: set[Reduce] = set()
-        """Reduce actions for scores that the device has executed."""
+        """Reduce actions that exchange scores (log-probabilities) between replicas and that the device has
+        executed."""
         self.stepped = dict(last_steps)
         self.open_rows: dict[tuple[str, int], int] = {}
         self.handed_out: set[tuple[str, int]] = set()
         self.reduced: set[tuple[str, int]] = set()
         self.made: set[tuple[str, int]] = set()
         self.half_counts: Counter[tuple[type[HalfPass], int]] = Counter()
-        """Number of half layers that each microbatch has run in each direction."""
+        """Number of half layers (attentions and feed-forwards) that each microbatch has run in each
+        direction, forward and backward."""
         self.in_flight: set[tuple[int, int]] = set()
         self.passed: set[tuple[int, int]] = set()
         self.returned: set[tuple[int, int]] = set()
@@ -212,7 +218,8 @@ class _DeviceCheck:
             self._inherit(number, one)
 
     def _inherit(self, number: int, progress: Inherited) -> None:
-        """Add a microbatch that the previous window has begun, with its progress on this device."""
+        """Add a microbatch that the previous window (a few global batches of every job) has begun, with the
+        passes that this device has run for it."""
         stages = len(self.homes)
         if progress.replica != self.replica:
             return
@@ -229,7 +236,7 @@ class _DeviceCheck:
 
     def _arrived_inputs(self, number: int, progress: Inherited) -> set[Recv]:
         """Return the Recv with which this device received the input of a microbatch's next pass in the
-        previous window, or an empty set if there was none."""
+        previous window, as a set, which is empty if there was no such Recv."""
         arrival = progress.arrival(len(self.homes))
         if arrival is None or arrival[0] not in self.own_stages:
             return set()
@@ -238,8 +245,8 @@ class _DeviceCheck:
         return set() if maker == self.device else {Recv(number, stage, payload, maker)}
 
     def _check_handover(self) -> None:
-        """Check that the progress of every microbatch on this device at the end of the window agrees with the
-        actions of all devices."""
+        """Check that this device and all others agree on how many passes of every microbatch have run by the
+        end of the program."""
         program, stages = self.program, len(self.homes)
         in_flight: set[tuple[int, int]] = set()
         arrived: set[Recv] = set()
@@ -314,14 +321,15 @@ class _DeviceCheck:
         return self.half_counts[kind, number] > 0
 
     def _check_all_halves(self, action: Compute, kind: type[HalfPass], is_overlapped: bool) -> None:
-        """Check that a pass comes after all of its half layers or, if it does not overlap with another pass,
-        that it has no half layers."""
+        """Check that a pass comes after all of its half layers (attentions and feed-forwards that run as
+        actions of their own), or has none if it does not overlap with another pass."""
         count = self.half_counts[kind, action.microbatch]
         needed = self.program.half_layer_count if is_overlapped else 0
         _require(count == needed, "{} comes after {} of {} half layers", action, count, needed)
 
     def _check_step_before(self, action: Forward | ForwardHalf, segment: SegmentPlan) -> None:
-        """Check that the last Step of a segment's job is the one before the segment's batch."""
+        """Check that the last Step of a segment's job is the optimizer step right before the segment's global
+        batch."""
         before = self.stepped.setdefault(segment.job, segment.step - 1)
         _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
 
@@ -349,7 +357,8 @@ class _DeviceCheck:
             self.in_flight.add((number, stage))
 
     def _check_kl_scores(self, action: ForwardPass, segment: SegmentPlan) -> None:
-        """Check that replicas have exchanged the scores of a job before a loss of the job needs them."""
+        """Check that replicas have exchanged the scores of a job (log-probabilities for its KL term) before a
+        loss of the job needs them."""
         job, before = segment.job, segment.step - isinstance(action, Forward)
         if isinstance(action, Score):
             self.unscored[job, before] -= len(segment.samples)
@@ -472,8 +481,9 @@ class _DeviceCheck:
 
 
 def _check_coverage(program: Program) -> None:
-    """Check that each microbatch with rows runs on every stage of exactly one replica. If it is inherited,
-    some stages ran in the previous window; if the window hands over, some may be left to the next one."""
+    """Check that each microbatch with rows runs on every stage of exactly one replica. For a microbatch
+    inherited from the previous window, some stages ran there; if this window hands over unfinished batches,
+    some stages may be left to the next window."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
     found: set[int] = set()
     for replica in range(program.replicas):
@@ -586,7 +596,7 @@ class _TransportCheck:
             device = peer
 
     def _awaited_device(self, device: int) -> int:
-        """Return the device that `device` waits for, or the first one if there are several."""
+        """Return the device that `device` waits for, or the first of several such devices."""
         match self.program.devices[device][self.reached[device]]:
             case Recv() as action:
                 return action.peer
@@ -597,8 +607,8 @@ class _TransportCheck:
                 raise AssertionError(f"{action} waits for no device")
 
     def _record_action(self, device: int, action: Action) -> bool:
-        """Record that an action has run, with the messages that it sends. Return False if it still waits for
-        another device."""
+        """Run an action in the check and record the message that it sends. Return False, without recording
+        anything, if the action still waits for another device."""
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
@@ -627,23 +637,26 @@ class _TransportCheck:
 
 HANDED_OUT: dict[Reduced, Reduced] = {"norm": "gradient", "kl": "scores"}
 """Maps the payload of each Reduce that adds the sums of other replicas to the payload of the Reduce that
-sends them."""
+sends these sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """The message that a device has reached a Reduce or a Step, which other devices may wait for."""
+    """The message that a device has reached a Reduce (sum over devices) or a Step (optimizer step). Other
+    devices may wait for this message."""
 
     device: int
     action: Reduce | Step
 
 
 class StepMessages:
-    """The messages between devices that Reduces and Steps need. Each device holds one stage of one replica.
+    """The messages between devices that Reduces (sums over devices) and Steps (optimizer steps) need. Each
+    device holds one stage of one replica.
 
-    Gradients and scores go from each replica's device to the devices of the same stage. In the first
-    replica, sums go from each stage to the previous one. The first device decides about the Step; its
-    decision goes to the first device of every replica, and from there to the next stages.
+    Gradients and scores go from each replica's device to the devices of the same stage. In the first replica,
+    sums of losses and gradient norms go from each stage to the previous stage. The first device decides
+    whether the Step is made; its decision goes to the first device of every replica, and from there to the
+    next stages.
     """
 
     def __init__(self, program: Program) -> None:
@@ -688,7 +701,8 @@ class StepMessages:
 
 
 def check_slots(program: Program, part: WorkerLayout) -> None:
-    """Raise IllegalProgram if two streamed stages of a worker would be in the same slot at the same time.
+    """Raise IllegalProgram if two streamed stages of a worker would be in the same slot (place in device
+    memory) at the same time.
 
     The program is assumed to pass `check`. Resident stages must not be loaded or evicted. A Load needs an
     empty slot; a pass and an Evict need their stage in its slot. At the beginning and the end of the window,

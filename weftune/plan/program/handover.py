@@ -2,7 +2,7 @@
 their microbatches, which the next window inherits.
 
 Between two windows no message is in transit, and every optimizer step (Step) that one device has executed has
-been executed by all of them. The progress of a microbatch is therefore given by two numbers: how many stages
+been executed by all devices. The progress of a microbatch is therefore given by two numbers: how many stages
 have run its forward, and how many its backward.
 """
 
@@ -26,12 +26,13 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The global batches that a window leaves unfinished, with their microbatches."""
+    """The global batches that a window (a few global batches of every job) leaves unfinished, with their
+    microbatches."""
 
     batches: tuple[GlobalBatch, ...] = ()
     microbatches: tuple[MicrobatchPlan, ...] = ()
-    """All microbatches of the unfinished batches. Those that have begun come first, replica by replica, in
-    the order in which they began."""
+    """All microbatches of the unfinished batches. Microbatches that have begun come first, replica by
+    replica, in the order in which they began."""
     progress: tuple[Inherited, ...] = ()
     """Progress of each unfinished microbatch through the stages."""
     capacity: int = 0
@@ -39,16 +40,17 @@ class Unfinished:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Mapping from each job to the step of its last unfinished batch."""
+        """Maps each job to the step of its last unfinished global batch."""
         return {batch.job: batch.step for batch in sorted(self.batches, key=lambda one: one.step)}
 
 
 FINISHED = Unfinished()
-"""The unfinished work of a drained pipeline: none."""
+"""Empty record of unfinished work, for a pipeline in which no microbatch is in flight."""
 
 
 def unfinished_work(program: Program) -> Unfinished:
-    """Return the batches that a window leaves unfinished."""
+    """Return the global batches that a program leaves unfinished, with their microbatches and the progress of
+    each."""
     if not program.hands_over:
         return FINISHED
     closed = closed_batches(program)
@@ -80,12 +82,12 @@ def unfinished_work(program: Program) -> Unfinished:
 
 
 def closed_batches(program: Program) -> set[tuple[str, int]]:
-    """Return the (job, step) pairs of all batches whose optimizer step is executed in the window."""
+    """Return the (job, step) pairs of all global batches whose optimizer step the program executes."""
     return {(one.job, one.step) for one in program.devices[0] if isinstance(one, Step)}
 
 
 def pass_counts(program: Program) -> tuple[Sequence[int], Sequence[int]]:
-    """Return, for each microbatch, how many stages have run its forward at the end of the window, and how
+    """Return, for each microbatch, how many stages have run its forward by the end of the program, and how
     many its backward."""
     forwards, backwards = [0] * len(program.microbatches), [0] * len(program.microbatches)
     for number, one in enumerate(program.inherited):
@@ -100,8 +102,8 @@ def pass_counts(program: Program) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def join_windows(programs: Sequence[Program]) -> Program:
-    """Return one program that runs the given consecutive windows without a pause. Each window inherits the
-    unfinished microbatches of the window before."""
+    """Return one program that runs the given consecutive windows without a pause. Each window (a few global
+    batches of every job) inherits the unfinished microbatches of the previous window."""
     # From the last one: indices of inherited microbatches are those of the window before.
     joined = programs[-1]
     for program in reversed(programs[:-1]):

@@ -1,7 +1,7 @@
 """Layouts of a base on devices: its stages, their workers, and which stages are resident or streamed.
 
-Stage j belongs to worker j mod N. A stage that is not resident is streamed: its weights are in host memory
-and are loaded into a slot of its worker's device when they are needed.
+With N workers, stage j belongs to worker j mod N. A stage that is not resident is streamed: its weights are
+in host memory and are loaded into a slot (a place for one stage) on its worker's device when they are needed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class StageLayers:
 
 OFFLOADED_ROUNDS = OFFLOADED_MICROBATCHES = 2
 """Number of rounds (one global batch of every job) and of additional microbatches whose rows are on the
-device at the peak, if inputs of stages are offloaded. The peak is in a backward: the device then holds
-gradients and stage inputs, each of a round and of one more microbatch, which arrives before another one
-leaves."""
+device at the memory peak, if inputs of stages are kept in host memory. The peak is in a backward: the device
+then holds gradients and stage inputs, each of a round and of one more microbatch, which arrives before
+another one leaves."""
 BUFFERED = 2
 """Number of microbatches whose hidden states are buffered as inputs and outputs of CUDA graphs."""
 RUNGS = 16
-"""Number of microbatch sizes per power of two to which rows are padded for CUDA graphs."""
+"""Number of allowed microbatch sizes per power of two, to which rows are padded for CUDA graphs."""
 
 
 def padded_rows(tokens: int, captures_graphs: bool) -> int:
     """Return the maximum number of rows that `tokens` tokens have after padding for CUDA graphs. Microbatches
-    of the smallest sizes may have more."""
+    of the smallest sizes may be padded to more rows."""
     return tokens + tokens // RUNGS if captures_graphs else tokens
 
 
@@ -51,31 +51,34 @@ def offloaded_inputs(stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a base on the devices of its workers."""
+    """How a base runs on the devices of its workers: its stages and their workers, replicas and shards, and
+    what is kept in host memory."""
 
     stages: tuple[StageLayers, ...]
     slot_counts: tuple[int, ...] = (0,)
     """Number of slots, the places for streamed stages, on each worker's device. A slot has room for the
     largest streamed stage of the worker."""
     adapters_travel: bool = False
-    """Whether adapters are also kept in host memory, and loaded and evicted with their stage."""
+    """Whether adapters are kept in host memory like the streamed stages, and loaded and evicted with their
+    stage."""
     offloaded_rows: int = 0
-    """Number of rows per round whose stage inputs fit in host memory. 0 means that inputs stay on the
-    device."""
+    """Number of rows (tokens) per round (one global batch of every job) whose stage inputs are kept in host
+    memory. 0 means that inputs stay on the device."""
     replicas: int = 1
     """Number of copies of all stages, each on its own workers."""
     offloads_optimizer: bool = False
     """Whether master weights and optimizer moments are in host memory and copied to the device only for
     optimizer steps. Compute copies and gradients of adapters stay on the device."""
     shards: int = 1
-    """Number of processes that hold each layer together (tensor parallelism). They run the same actions."""
+    """Number of processes that hold each layer together (tensor parallelism). All of these processes run the
+    same actions."""
     is_pipeline: bool = False
     """Whether every worker has one resident stage, which keeps the activations of a forward for its backward.
     Otherwise stages run one after another, and forwards are recomputed from their inputs, even if the stages
     are resident."""
     overlaps: bool = False
-    """Whether two microbatches alternate after every half layer, so that the all-reduces over shards of one
-    overlap with the computation of the other."""
+    """Whether two microbatches alternate after every half layer (attention or feed-forward), so that the
+    all-reduces over shards of one overlap with the computation of the other."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
@@ -115,13 +118,15 @@ class Layout:
 
     @property
     def job_group_count(self) -> int:
-        """Number of groups of jobs that alternate in a round. If the optimizer is offloaded, there are two:
-        the transfers for the optimizer steps of one overlap with the forwards and backwards of the other."""
+        """Number of groups of jobs that alternate in a round (one global batch of every job). If the
+        optimizer is offloaded, there are two groups: the transfers for the optimizer steps of one group
+        overlap with the forwards and backwards of the other."""
         return 2 if self.offloads_optimizer else 1
 
     @property
     def offloads_inputs(self) -> bool:
-        """Whether inputs of stages are kept in host memory until their backward."""
+        """Whether inputs of stages are kept in host memory between the forward and the backward of the
+        stage."""
         return self.offloaded_rows > 0
 
     def for_worker(self, worker: int) -> WorkerLayout:
@@ -136,8 +141,8 @@ def one_device_layout(layers: int = 1, offloads_optimizer: bool = False) -> Layo
 def pipeline_layout(
     layers: Sequence[LayerRange], replicas: int = 1, shards: int = 1, overlaps: bool = False
 ) -> Layout:
-    """Return a pipeline with one resident stage on each worker. With `shards` above 1, each stage is divided
-    among that many workers."""
+    """Return the layout of a pipeline, in which each worker has one stage that stays on its device. With
+    `shards` above 1, each stage is divided among that many workers."""
     stages = tuple(StageLayers(one.start, one.stop, is_resident=True) for one in layers)
     slots = (0,) * len(stages)
     return Layout(stages, slots, replicas=replicas, shards=shards, is_pipeline=True, overlaps=overlaps)
@@ -170,12 +175,13 @@ class WorkerLayout:
 
     @property
     def initial_stages(self) -> tuple[int, ...]:
-        """Streamed stages in the slots between two windows, which are the first ones of this worker."""
+        """Indices of the streamed stages that are in the slots (places in device memory) between two windows:
+        the first streamed stages of this worker."""
         return self.streamed_stages[: self.slot_count]
 
     def slot_of_stage(self, stage: int) -> int:
-        """Return the slot of a streamed stage. A stage is always loaded into the same slot, so its weights
-        keep their address."""
+        """Return the index of a streamed stage's slot, its place in device memory. A stage is always loaded
+        into the same slot, so its weights keep their address."""
         return self.streamed_stages.index(stage) % self.slot_count
 
     def stage_range(self, stage: int) -> LayerRange:
@@ -184,8 +190,8 @@ class WorkerLayout:
 
     @property
     def offloaded_stages(self) -> tuple[int, ...]:
-        """Stages of this worker whose inputs are offloaded: not the base's first stage, which has no input,
-        and not this worker's last one, whose backward runs first."""
+        """Indices of this worker's stages whose inputs are kept in host memory: all but the base's first
+        stage, which has no input, and this worker's last stage, whose backward runs first."""
         return (
             tuple(number for number in self.own_stages[:-1] if number > 0)
             if self.layout.offloads_inputs
@@ -194,12 +200,13 @@ class WorkerLayout:
 
     @property
     def rounds_on_device(self) -> int:
-        """Number of rounds whose rows are on the device at the peak. Without offloading, it is the number of
-        stages, since each stage keeps its inputs."""
+        """Number of times that the stage inputs of a whole round (one global batch of every job) are on the
+        device at the memory peak. Without offloading, it is the number of the worker's stages, since each
+        keeps its inputs."""
         return OFFLOADED_ROUNDS if self.layout.offloads_inputs else len(self.own_stages)
 
     @property
     def extra_microbatches_on_device(self) -> int:
-        """Number of microbatches whose rows are on the device at the peak, in addition to those of whole
-        rounds."""
+        """Number of microbatches whose rows are on the device at the memory peak, in addition to those of
+        whole rounds (one global batch of every job each)."""
         return OFFLOADED_MICROBATCHES if self.layout.offloads_inputs else 0

@@ -13,8 +13,8 @@ for the feed-forward."""
 
 @dataclass(frozen=True, slots=True)
 class HalfPrice:
-    """Cost of the two halves of a layer (attention and feed-forward) in a forward or in a backward, for
-    microbatches that overlap."""
+    """Cost of the two halves of a layer (attention and feed-forward) in a forward or in a backward, for two
+    microbatches that alternate after every half layer."""
 
     attention: float
     """Seconds in which a device computes the attention of one layer."""
@@ -27,11 +27,13 @@ class HalfPrice:
     time."""
 
     def seconds(self, index: int) -> float:
-        """Return the seconds of the half layer with this index, without its all-reduce over shards."""
+        """Return the seconds of the half layer with this index, an attention (even) or a feed-forward (odd),
+        without its all-reduce over shards."""
         return max(self.launch_seconds, self.feed_forward if index % 2 else self.attention)
 
     def computed_seconds(self, half_layer_count: int) -> float:
-        """Return the seconds in which a device computes this number of half layers."""
+        """Return the seconds in which a device computes this number of half layers (attentions and
+        feed-forwards in turn)."""
         return half_layer_count / 2 * (self.attention + self.feed_forward)
 
 
@@ -56,23 +58,23 @@ class PassPrice:
     backward_sum_seconds: float = 0.0
     """Part of the backward's seconds in which the device waits for all-reduces over shards."""
     forward_half: HalfPrice | None = None
-    """Cost of the half layers of the forward, if they alternate with those of another microbatch. If it is
-    None, the cost of the Forward includes them."""
+    """Cost of the half layers (attention and feed-forward) that the forward consists of, used if they
+    alternate with the half layers of another microbatch. None if no passes alternate."""
     backward_half: HalfPrice | None = None
-    """Cost of the half layers of the backward, if they alternate with those of another microbatch. If it is
-    None, the cost of the Backward includes them."""
+    """Cost of the half layers (attention and feed-forward) that the backward consists of, used if they
+    alternate with the half layers of another microbatch. None if no passes alternate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Costs of all actions of a Program."""
+    """Costs of all actions of a Program: seconds, and bytes that are kept or transferred."""
 
     passes: tuple[tuple[PassPrice, ...], ...]
     """Cost of each microbatch on each stage, indexed by [microbatch][stage]."""
     step: float = 0.0
     """Duration of one optimizer step on one device, in seconds."""
     weight_bytes: tuple[int, ...] = ()
-    """Weight bytes of each stage. If it is empty, the simulated memory contains no weights."""
+    """Weight bytes of each stage. An empty tuple means that the simulated memory contains no weights."""
     adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Maps each job to the bytes of its gradient on each stage, which replicas exchange."""
     gradient_sum_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class Link:
     """A connection between two devices, or between a device and host memory."""
 
     bandwidth: float = math.inf
-    """Bytes per second."""
+    """Bandwidth of the connection in bytes per second."""
     latency: float = 0.0
 
     def seconds(self, size: float) -> float:
@@ -98,9 +100,9 @@ class Link:
     def layer_sum_seconds(
         self, output_bytes: int, tokens: float, shards: int, exchanges_row_maxima: bool = False
     ) -> float:
-        """Return the seconds of a layer's all-reduces over shards in a forward, which are those in a
-        backward, too. A layer outputs `output_bytes` bytes per token. If shards exchange the maxima of rows,
-        as fp8 requires, each all-reduce is preceded by a smaller one with a float32 per token."""
+        """Return the seconds of a layer's all-reduces over shards in a forward, which take equally long in a
+        backward. A layer outputs `output_bytes` bytes per token. If shards exchange the maxima of rows, as
+        fp8 requires, each all-reduce is preceded by a smaller one with a float32 per token."""
         seconds = self.all_reduce_seconds(output_bytes * tokens, shards)
         if exchanges_row_maxima:
             seconds += self.all_reduce_seconds(4 * shards * tokens, shards)
@@ -122,4 +124,4 @@ class PricedCluster:
     """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
     serializes_loads: bool = False
     """Whether concurrent Loads run one after another instead of sharing the bandwidth equally. Since the Load
-    that began first is needed first, it should not be slowed down by later ones."""
+    that began first is needed first, later Loads should not slow it down."""

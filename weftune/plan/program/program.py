@@ -1,7 +1,8 @@
-"""The Program: an immutable plan of the actions of every device in a window, in order.
+"""The Program: an immutable plan of the ordered actions of every device in a window, which is a few global
+batches of every job.
 
-A window is a few global batches of every job. Step n of a job, counted from 1, is its n-th global batch and
-the optimizer step that follows it. A segment is the rows of a microbatch that belong to one job.
+ Step n of a job, counted from 1, is its n-th global batch and the optimizer step that follows it. A segment
+is the rows of a microbatch that belong to one job.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ class Recompute:
     tile_rows: int = 0
     """Maximum rows of a microbatch that a layer computes at a time, except in attention. 0 means all rows."""
     keeps_attention: bool = False
-    """Whether layers that are recomputed in tiles keep the output of their attention."""
+    """Whether layers that are recomputed in tiles (some rows at a time) keep the output of their
+    attention."""
     offloaded_layers: int = 0
-    """Number of the layers recomputed in tiles whose kept tensors are in host memory until the backward."""
+    """Number of layers whose kept tensors are in host memory until the backward, among the layers that are
+    recomputed in tiles (some rows at a time)."""
 
 
 NOTHING = Recompute()
 
 
 class JobStepKey(Protocol):
-    """An object that belongs to one global batch, which is identified by the object's job and step."""
+    """An object that belongs to one global batch of a job, which its attributes `job` and `step` identify."""
 
     @property
     def job(self) -> str: ...
@@ -46,7 +49,7 @@ class JobStepKey(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
     """A sample of a global batch, or one chunk of a sample: its index, its length in tokens, and its offset,
-    the number of tokens before it in the batch."""
+    which is the number of tokens before it in the global batch."""
 
     sample: int
     length: int
@@ -54,18 +57,19 @@ class PlacedSample:
     supervised_tokens: int = 0
     """Number of tokens of the sample or chunk that count in the loss."""
     group_number: int | None = None
-    """Group number. Adjacent samples with the same number, such as preference pairs, share a microbatch."""
+    """Number of the group to which the sample belongs, such as a preference pair. Adjacent samples with the
+    same number share a microbatch."""
     chunk_start: int | None = None
     """Number of tokens before this chunk in its sample. None for a whole sample."""
 
     @property
     def sample_offset(self) -> int:
-        """Number of tokens before the whole sample in its batch, which identifies the sample."""
+        """Number of tokens before the whole sample in its global batch. This number identifies the sample."""
         return self.offset - (self.chunk_start or 0)
 
     @property
     def chunk_rows(self) -> slice | None:
-        """Rows of the sample that this chunk consists of. None for a whole sample."""
+        """Range of the sample's rows that this chunk consists of. None for a whole sample."""
         return None if self.chunk_start is None else slice(self.chunk_start, self.chunk_start + self.length)
 
     def follows(self, previous_chunk: PlacedSample | None) -> bool:
@@ -79,8 +83,8 @@ class PlacedSample:
 
     @property
     def squares(self) -> int:
-        """Squared length of the sample or, for a chunk, its part of the squared length of the whole sample.
-        The cost of attention is proportional to it."""
+        """Squared length of the sample in tokens or, for a chunk, its part of the whole sample's squared
+        length. The cost of attention is proportional to this number."""
         return self.length * (2 * (self.chunk_start or 0) + self.length)
 
 
@@ -94,7 +98,8 @@ def group_samples(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSam
 
 
 def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
-    """Split the samples into tuples whose samples must share a microbatch. Most tuples have one sample."""
+    """Split the samples into tuples: the samples of a tuple must share a microbatch. Most tuples have one
+    sample."""
     runs: list[list[PlacedSample]] = []
     for placed in samples:
         if runs and placed.group_number is not None and placed.group_number == runs[-1][-1].group_number:
@@ -105,9 +110,10 @@ def sample_groups(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, .
 
 
 def cut_sample(sample: PlacedSample, rows: int, square_cost: float = 0.0) -> tuple[PlacedSample, ...]:
-    """Cut a sample into chunks of `rows` tokens on average, or somewhat fewer, whose passes take as equally
-    long as possible. `square_cost` is the time of one of the sample's `squares` relative to the time of a
-    token: the larger it is, the fewer tokens have the later chunks, which attend to more keys."""
+    """Cut a sample into chunks of `rows` tokens on average, or somewhat fewer, whose passes take as nearly
+    equal times as possible. `square_cost` is the time per unit of the sample's squared length (attention)
+    relative to the time per token: the larger it is, the fewer tokens the later chunks have, which attend to
+    more keys."""
     count = -(-sample.length // rows)
     edges = [0]
     for number in range(1, count):
@@ -165,14 +171,13 @@ class GlobalBatch:
     prefix_rows: int = 0
     """Total number of rows (virtual tokens) that the job's adapter inserts before the samples."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Mismatched prompt and answer pairs, which are scored after the previous step for the KL term of the
-    batch's loss (as in KTO)."""
+    """Mismatched prompt and answer pairs, whose log-probabilities are computed after the job's previous step
+    for the KL term of the batch's loss (as in KTO)."""
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether samples may run in chunks, since the loss is a sum over tokens, as in supervised
-        fine-tuning. A loss over whole samples, such as a preference pair or a loss with a KL term, needs
-        whole samples."""
+        """Whether samples may run in chunks. This requires a loss that is a sum over tokens, as in supervised
+        fine-tuning; a loss of preference pairs or with a KL term needs whole samples."""
         return not self.mismatched and all(placed.group_number is None for placed in self.samples)
 
     @property
@@ -205,7 +210,7 @@ class MicrobatchPlan:
 
     @property
     def chunk(self) -> PlacedSample | None:
-        """The chunk that the microbatch consists of, or None if its samples are whole."""
+        """The chunk of a sample that the microbatch consists of, or None if its samples are whole."""
         found = [one for segment in self.segments for one in segment.samples if one.chunk_start is not None]
         return found[0] if found else None
 
@@ -219,7 +224,8 @@ class MicrobatchPlan:
 
     @property
     def squares(self) -> int:
-        """Sum of the `squares` of the samples."""
+        """Sum of the squared lengths of the samples (`PlacedSample.squares`), to which the cost of attention
+        is proportional."""
         return sum(sample.squares for segment in self.segments for sample in segment.samples)
 
     @property
@@ -273,16 +279,16 @@ class Score:
 class ForwardHalf:
     """The forward of half a layer, which is its attention or its feed-forward, on shards of the layer.
 
-    The output is summed over the shards while the device continues with the next action. The first half of a
-    microbatch also computes the embeddings. The Forward that follows the last half computes the rest of the
-    pass.
+    The output is summed over the shards while the device continues with the next action. The first half layer
+    of a microbatch also computes the embeddings. The Forward that follows the last half layer computes the
+    rest of the pass.
     """
 
     microbatch: int
     stage: int
     index: int
     """Index of the half layer in the stage. The attention of a layer has an even index and its feed-forward
-    the next odd one."""
+    the next odd index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +296,7 @@ class BackwardHalf:
     """The backward of half a layer, which is its attention or its feed-forward, on shards of the layer.
 
     The gradient of its input is summed over the shards while the device continues with the next action. Half
-    layers run in reverse order. The Backward that follows the last one computes the rest of the pass.
+    layers run in reverse order. The Backward that follows the last half layer computes the rest of the pass.
     """
 
     microbatch: int
@@ -302,7 +308,7 @@ class BackwardHalf:
 
 Reduced = Literal["norm", "gradient", "scores", "kl"]
 SCORE_PAYLOADS: tuple[Reduced, ...] = ("scores", "kl")
-"""Payloads of the Reduce actions that belong to the KL term of a loss."""
+"""Payloads of the Reduce actions (sums over replicas) that belong to the KL term of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,15 +389,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """Progress of a microbatch that the previous window has left unfinished. The input of its next pass is
-    already on the device that runs the pass."""
+    """Progress of a microbatch that the previous window (a few global batches of every job) has left
+    unfinished. The input of the microbatch's next pass is already on the device that runs this pass."""
 
     number: int
-    """Index of the microbatch in the Program of the window before."""
+    """Index of the microbatch in the Program of the previous window."""
     forwards: int
-    """Number of stages that have run its forward, counted from the first stage."""
+    """Number of stages that have run the forward of the microbatch, counted from the first stage."""
     backwards: int
-    """Number of stages that have run its backward, counted from the last stage."""
+    """Number of stages that have run the backward of the microbatch, counted from the last stage."""
     replica: int = 0
     """Replica that runs the microbatch."""
 
@@ -406,8 +412,8 @@ class Inherited:
         return self.has_forward(stage) and not self.has_backward(stage, stages)
 
     def arrival(self, stages: int) -> tuple[int, Payload] | None:
-        """Return the stage that runs the next pass, and whether the input that waits there is an activation
-        or a gradient. Return None if the input does not come from another stage."""
+        """Return the stage that runs the microbatch's next pass, and whether the input that waits there is an
+        activation or a gradient. Return None if the input does not come from another stage."""
         if 0 < self.forwards < stages:
             return self.forwards, "activation"
         if 0 < self.backwards < stages:
@@ -420,8 +426,8 @@ ForwardOnly = Evaluate | Score
 ForwardPass = Forward | ForwardOnly
 Compute = ForwardPass | Backward
 HalfPass = ForwardHalf | BackwardHalf
-"""Half a layer of a pass. Two microbatches alternate after every half layer, so that the all-reduces over
-shards of one overlap with the computation of the other."""
+"""The attention or the feed-forward of one layer (half a layer) in a pass. Two microbatches alternate after
+every half layer, so that the all-reduces over shards of one overlap with the computation of the other."""
 Transport = Send | Recv
 Streaming = Load | Evict
 OfJob = Reduce | Step | Save
@@ -430,7 +436,7 @@ Action = Compute | HalfPass | Transport | Streaming | OfJob
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of every device in one window."""
+    """The actions of every device in one window (a few global batches of every job)."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
@@ -438,18 +444,19 @@ class Program:
     devices: tuple[tuple[Action, ...], ...]
     """Actions of each device in order; with replicas, devices are ordered replica by replica."""
     stages: tuple[int, ...] = (0,)
-    """Device of each stage, in the first replica."""
+    """Index of each stage's device, in the first replica."""
     recompute: Recompute = NOTHING
     replicas: int = 1
     """Number of copies of all stages, each on its own devices; every microbatch runs in one of them."""
     inherited: tuple[Inherited, ...] = ()
-    """Progress of the first microbatches, which belong to batches that the window before left unfinished."""
+    """Progress of the first microbatches, which belong to global batches that the previous window left
+    unfinished."""
     hands_over: bool = False
-    """Whether the window may leave batches unfinished for the next window. Otherwise the pipeline is drained
-    at its end."""
+    """Whether the program may leave global batches unfinished for the next program. Otherwise no microbatch
+    is in flight at its end."""
     half_layer_count: int = 0
-    """Number of half layers of each pass that overlaps with the pass of another microbatch. 0 if no pass
-    does."""
+    """Number of half layers (attentions and feed-forwards) of each pass that overlaps with the pass of
+    another microbatch. 0 if no pass does."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -476,7 +483,7 @@ class Program:
         return tuple(replica * self.devices_per_replica + device for device in self.stages)
 
     def stages_at_start(self, device: int) -> set[int]:
-        """Return the stages whose weights are on the device at the start of the window."""
+        """Return the indices of the stages whose weights are on the device at the start of the program."""
         loads_first: dict[int, bool] = {}
         for action in self.devices[device]:
             if isinstance(action, Streaming):
@@ -498,7 +505,7 @@ class Program:
 
     @cached_property
     def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
-        """Mapping from (job, step) to the batch, for quick lookup with thousands of jobs."""
+        """Maps (job, step) to the global batch, for quick lookup with thousands of jobs."""
         return {(batch.job, batch.step): batch for batch in self.batches}
 
     def whole_sample(self, microbatch: MicrobatchPlan) -> PlacedSample | None:
@@ -510,8 +517,8 @@ class Program:
         return sample
 
     def supervised_token_count(self, segment: JobStepKey) -> int:
-        """Return the number of supervised tokens of a segment's whole global batch, by which its loss is
-        divided."""
+        """Return the number of supervised tokens of a segment's whole global batch, by which the segment's
+        loss is divided."""
         return self.batch(segment.job, segment.step).supervised_tokens
 
     def supervised_tokens_by_sample(self, segment: JobStepKey) -> tuple[int, ...]:
@@ -535,8 +542,8 @@ class Program:
             yield from self.replica_passes(replica)
 
     def replica_passes(self, replica: int) -> Iterator[tuple[ForwardPass, MicrobatchPlan]]:
-        """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch. Inherited
-        microbatches that have begun are included."""
+        """Yield every forward pass (Forward, Evaluate or Score) of one replica with its microbatch.
+        Microbatches inherited from the previous window are included if they have begun."""
         for number, one in enumerate(self.inherited):
             if one.forwards and one.replica == replica:
                 yield Forward(number), self.microbatches[number]
@@ -553,12 +560,13 @@ class Program:
         return self.pass_kinds()
 
     def kind(self, microbatch: int) -> type[ForwardPass]:
-        """Return the class of a microbatch's forward pass: Forward, Evaluate or Score. It is Forward if the
-        pass is left to a later window."""
+        """Return the class of a microbatch's forward pass: Forward, Evaluate or Score. The result is Forward
+        if the pass is left to a later window."""
         return self._kinds.get(microbatch, Forward)
 
     def shared_count(self) -> int:
-        """Return the number of new microbatches that contain two jobs or more."""
+        """Return the number of microbatches, without those inherited from the previous window, that contain
+        two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches[len(self.inherited) :])
 
     def without(self, *jobs: str) -> Program:
@@ -616,4 +624,4 @@ class Program:
 
 
 class IllegalProgram(AssertionError):
-    """Raised for an invalid Program. This is always a bug in Weftune, never an error of the user."""
+    """Raised for an invalid Program. The cause is always a bug in Weftune, never an error of the user."""

@@ -4,13 +4,13 @@ Each device has five lanes that overlap: compute, send, receive, load and sum. A
 and load lanes keep their order in the device's list. A pass waits for its Recv and for the Load of its stage.
 A Send waits for its pass, for the send lane of its device and for the receive lane of the other. Received
 data stays in memory until it is used. A Load begins once the preceding compute action in the list has begun.
-A Reduce waits for the Reduce of the next device, and a Step for the Step of the previous one. Their messages
-are small, so they take only the latency of the link and occupy no lane. Gradients that replicas exchange take
-the time of their size, and occupy no lane either. Sums over shards (all-reduces) occupy the compute lane:
-each list of actions stands for all shards of its layers, which wait for every sum together. A gradient is
-summed over shards at its first Reduce, or at its Step if there is none. Only the sum that follows a half
-layer (see `ForwardHalf`) occupies the sum lane instead, and the next action of the same microbatch waits for
-it.
+A Reduce (sum over devices) waits for the Reduce of the next device, and a Step for the Step of the previous
+device. The messages of both are small, so they take only the latency of the link and occupy no lane.
+Gradients that replicas exchange take the time of their size, and occupy no lane either. Sums over shards
+(all-reduces) occupy the compute lane: each list of actions stands for all shards of its layers, which wait
+for every sum together. A gradient is summed over shards at its first Reduce, or at its Step if there is none.
+Only the sum that follows a half layer (an attention or a feed-forward, see `ForwardHalf`) occupies the sum
+lane instead, and the next action of the same microbatch waits for it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Span:
         return self.stop - self.start
 
     def computing_seconds(self, event: Event) -> float:
-        """Return the seconds within this span in which the device computes the action of `event`. Waits for
-        all-reduces over shards are assumed to be spread evenly over the event."""
+        """Return the seconds within this span of time in which the device computes the action of `event`.
+        Waits for all-reduces over shards are assumed to be spread evenly over the event."""
         inside = min(event.stop, self.stop) - max(event.start, self.start)
         if inside <= 0:
             return 0.0
@@ -85,7 +85,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A simulated action on a lane of a device, with the times in seconds at which it begins and ends."""
+    """A simulated action on one lane of a device, such as compute or send, with the times in seconds at which
+    the action begins and ends."""
 
     device: int
     lane: Lane
@@ -98,7 +99,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes in use on a device from `time` on."""
+    """Bytes in use on a device from `time`, in seconds, until the next change."""
 
     time: float
     bytes: int
@@ -110,7 +111,8 @@ class Timeline:
 
     devices: int
     events: tuple[Event, ...]
-    """All events in the order in which they end. A lane runs one action at a time."""
+    """All events in the order in which they end. Each lane of a device (such as compute or send) runs one
+    action at a time."""
     memory: tuple[tuple[Level, ...], ...]
     """Bytes in use over time, for each device."""
 
@@ -148,7 +150,8 @@ class Timeline:
 
     def steady_span(self) -> Span:
         """Return the span of the steady state, from the time when every device has begun its first forward to
-        the time when a device has ended its last one. The span is empty if the window is too short."""
+        the time when the first device has ended its last forward. The span is empty if the program is too
+        short."""
         begun, feeding = 0.0, self.makespan
         for device in range(self.devices):
             forwards = [one for one in self.events_of(device) if isinstance(one.action, ForwardPass)]
@@ -158,7 +161,8 @@ class Timeline:
         return Span(begun, max(begun, feeding))
 
     def span_between_steps(self, device: int, job: str, first: int, last: int) -> Span:
-        """Return the span from the end of a job's optimizer step `first` to the end of its step `last`."""
+        """Return the span of time from the end of a job's optimizer step `first` to the end of its step
+        `last`."""
         ends = {
             event.action.step: event.stop
             for event in self.events_of(device)
@@ -179,7 +183,7 @@ def memory_levels(changes: Iterable[Level], initial_bytes: int) -> tuple[Level, 
 
 
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
-    """Simulate a program, which must have passed `check`, and return its timeline."""
+    """Simulate a program, which must be valid (see `check`), and return its timeline."""
     assert cluster.devices >= len(program.devices), "the cluster has fewer devices than the program"
     run = _Simulation(program, prices, cluster)
     run.run()
@@ -194,14 +198,16 @@ def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeli
 
 @dataclass(slots=True)
 class _Lanes:
-    """The state of one device in the simulation: the remaining actions of its compute, send, receive and load
-    lanes, and what these lanes wait for."""
+    """The state of one device in the simulation: the remaining actions of its lanes (compute, send, receive
+    and load, which run in parallel), and what these lanes wait for."""
 
     compute: deque[tuple[Action, int]] = field(default_factory=deque)
-    """Remaining compute actions, each with the number of Loads that must have ended before it begins."""
+    """Remaining compute actions, each with the number of Loads that must have ended before the action
+    begins."""
     sends: deque[Send] = field(default_factory=deque)
     loads: deque[tuple[Load, int]] = field(default_factory=deque)
-    """Remaining Load actions, each with the number of compute actions that must have begun before it."""
+    """Remaining Load actions, each with the number of compute actions that must have begun before the
+    Load."""
     begun_count: int = 0
     """Number of compute actions that have begun."""
     loaded_count: int = 0
@@ -212,15 +218,17 @@ class _Lanes:
     is_loading: bool = False
     arrived_inputs: set[Arrival] = field(default_factory=set)
     unsent_results: set[Arrival] = field(default_factory=set)
-    """Results computed on this device that have not been sent yet."""
+    """Keys of results (activations or gradients) that this device has computed but not sent yet."""
     decisions: set[StepMessage] = field(default_factory=set)
-    """Messages that this device has received about Reduces and Steps of other devices."""
+    """Messages that this device has received about Reduces (sums over devices) and Steps (optimizer steps) of
+    other devices."""
     summed_microbatches: set[int] = field(default_factory=set)
-    """Microbatches whose all-reduce over shards is in progress or waits for an earlier one."""
+    """Indices of the microbatches whose all-reduce over shards is in progress or waits for an earlier
+    all-reduce."""
     sums_end: float = 0.0
     """Time in seconds at which all started all-reduces over shards will have ended."""
     waiting_senders: deque[int] = field(default_factory=deque)
-    """Devices whose send lane waits for this device's receive lane."""
+    """Indices of the devices with a Send that waits until this device's receive lane is free."""
     memory_changes: list[Level] = field(default_factory=list)
 
 
@@ -252,7 +260,7 @@ class _Simulation:
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
         self.inherited_arrivals: list[set[Arrival]] = [set() for _ in program.devices]
-        """Inputs of passes that have arrived at each device before the window."""
+        """For each device, the keys of the inputs of passes that arrived before the program started."""
         for number, one in enumerate(program.inherited):
             if (arrival := one.arrival(len(program.stages))) is not None:
                 home = program.stage_devices(one.replica)[arrival[0]]
@@ -268,8 +276,9 @@ class _Simulation:
             end()
 
     def initial_bytes(self, device: int) -> int:
-        """Return the bytes in use on a device at the start of the window: the weights of the stages that are
-        on it, and the kept activations and arrived inputs of inherited microbatches."""
+        """Return the bytes in use on a device at the start of the program: the weights of the stages on the
+        device, and the kept activations and arrived inputs of microbatches that the previous program left
+        unfinished."""
         weights = sum(map(self._weight_bytes, self.program.stages_at_start(device)))
         stages = range(len(self.program.stages))
         kept = sum(
@@ -325,7 +334,7 @@ class _Simulation:
         return arrival is None or arrival in lanes.arrived_inputs
 
     def _awaited_input(self, action: Compute, device: int) -> Arrival | None:
-        """Return the key of the input that a pass needs from another device, or None."""
+        """Return the key of the activation or gradient that a pass needs from another device, or None."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
         if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
@@ -375,21 +384,22 @@ class _Simulation:
         return 0.0
 
     def _half_price(self, action: Compute | HalfPass) -> HalfPrice | None:
-        """Return the cost of the half layers of an action's forward or backward, or None if the pass does not
-        run in half layers."""
+        """Return the cost of the half layers (attention and feed-forward) of an action's forward or backward,
+        or None if the pass does not run in half layers."""
         if action.microbatch not in self.program.overlapped_microbatches:
             return None
         price = self.prices.passes[action.microbatch][action.stage]
         return price.backward_half if isinstance(action, Backward | BackwardHalf) else price.forward_half
 
     def _sums_of_halves(self, action: Compute) -> float:
-        """Return the seconds of all all-reduces over shards that follow the half layers of a pass."""
+        """Return the seconds of all all-reduces over shards that follow the half layers (attentions and
+        feed-forwards) of a pass."""
         half = self._half_price(action)
         return half.sum_seconds * self.program.half_layer_count if half else 0.0
 
     def _seconds_of_halves(self, action: Compute) -> float:
-        """Return the seconds of a pass's half layers and their all-reduces, which end before the rest of the
-        pass begins."""
+        """Return the seconds of a pass's half layers (attentions and feed-forwards) and their all-reduces,
+        which end before the rest of the pass begins."""
         half, count = self._half_price(action), self.program.half_layer_count
         return half.computed_seconds(count) + self._sums_of_halves(action) if half else 0.0
 
@@ -453,7 +463,7 @@ class _Simulation:
         self._start_lanes(device)
 
     def _sent_result(self, action: Compute, device: int) -> Arrival | None:
-        """Return the key of the result that a pass sends to another device, or None."""
+        """Return the key of the activation or gradient that a pass sends to another device, or None."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
         if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:

@@ -3,7 +3,7 @@ ready.
 
 Times are predicted by a simulation with the costs of passes. All replicas are simulated together, since a
 job's next batch waits for the backwards of every replica. A dispatch may begin with microbatches that the
-previous window has left in flight."""
+previous window (a few global batches of every job) has left in flight."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class DispatchRules:
     max_bytes: tuple[int, ...] = ()
     """Maximum bytes that microbatches in flight keep on each stage. Empty means no limit."""
     exchange_seconds: float = 0.0
-    """Seconds for which replicas exchange the gradients of a batch after its last backward."""
+    """Seconds for which replicas exchange the gradients of a global batch after its last backward."""
 
 
 def previous_chunks(microbatches: Sequence[MicrobatchPlan]) -> dict[int, int]:
-    """Map each microbatch that is a chunk of a sample, except for first chunks, to the microbatch of the
-    previous chunk. The chunks of a sample must be in order."""
+    """Return a dict from the index of each microbatch that is a chunk of a sample, except for first chunks,
+    to the index of the microbatch with the sample's previous chunk. The chunks of a sample must be in
+    order."""
     last: dict[tuple[str, int, int], int] = {}
     before: dict[int, int] = {}
     for number, plan in enumerate(microbatches):
@@ -74,8 +75,8 @@ class BatchClosed:
 class _Device:
     stage: int
     next_chunk: int | None = None
-    """Microbatch with the next chunk of the sample whose forward is in progress. None if no sample is
-    unfinished."""
+    """Index of the microbatch with the next chunk of the sample whose earlier chunks have run their forward
+    here. None if no sample is unfinished."""
     ready_forwards: deque[int] = field(default_factory=deque)
     ready_backwards: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -86,7 +87,7 @@ class _Device:
 
 class Dispatch:
     """A simulation of all devices of a pipeline, which determines the order of their passes. `launches`
-    contains, for each replica, its microbatches in their preferred order."""
+    contains, for each replica of the pipeline, the indices of its microbatches in their preferred order."""
 
     def __init__(
         self,
@@ -96,27 +97,29 @@ class Dispatch:
         rules: DispatchRules,
         inherited: Sequence[Inherited] = (),
     ) -> None:
-        """Prepare the simulation. `inherited` is the progress of microbatches that the previous window has
-        begun. They are not in `launches`."""
+        """Prepare the simulation. `inherited` is the progress of microbatches that the previous window (a few
+        global batches of every job) has begun; `launches` does not contain these microbatches."""
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.max_in_flight) - 1
         samples = batch_samples(microbatches)
         self._remaining = [samples.copy() for _ in rules.max_in_flight]
-        """For each stage, the number of samples of each batch that still need a backward in any replica."""
+        """For each stage, the number of samples of each global batch that still need a backward in any
+        replica."""
         self._open = [set(samples) for _ in rules.max_in_flight]
-        """For each stage, the batches whose gradients are still incomplete or not exchanged yet."""
+        """For each stage, the global batches whose gradients are still incomplete or not yet exchanged
+        between replicas."""
         self.devices = [_Device(stage) for _ in launches for stage in range(len(rules.max_in_flight))]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
-        """For each microbatch, the batches whose optimizer steps must come before it."""
+        """For each microbatch, the global batches whose optimizer steps must come before its forward."""
         for first, numbers in zip(self.devices[:: len(rules.max_in_flight)], launches, strict=True):
             first.ready_forwards.extend(numbers)
         self._chunk_before = previous_chunks(microbatches)
         self._chunk_behind = {before: number for number, before in self._chunk_before.items()}
         self.delayed: set[int] = set()
-        """Stages on which a microbatch had to wait for memory."""
+        """Indices of the stages on which a microbatch had to wait for memory."""
         self.log: list[PassBegan | BatchClosed] = []
         """Events on all devices, in the order in which they happened."""
         everyone = set(range(len(self.devices)))
@@ -151,8 +154,8 @@ class Dispatch:
         return [one.actions for one in self.devices]
 
     def _inherit_microbatch(self, number: int, progress: Inherited) -> None:
-        """Add a microbatch that the previous window has begun: it is in flight, or waits for the rest of its
-        batch."""
+        """Add a microbatch that the previous window (a few global batches of every job) has begun. Such a
+        microbatch is in flight, or waits for the rest of its global batch."""
         stages = self.last + 1
         first = progress.replica * stages
         devices = self.devices[first : first + stages]

@@ -35,22 +35,25 @@ from weftune.plan.program.simulate import Arrival, simulate
 from weftune.plan.window.dispatch import Dispatch, DispatchRules
 
 Passes = list[list[Action]]
-"""Lists of the forwards and backwards of each device in order, without Steps, Sends and Recvs."""
+"""Lists of the forwards and backwards of each device in order, without optimizer steps (Steps) and transfers
+(Sends and Recvs)."""
 EVEN = 1e-9
 """Relative difference below which two durations count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a window: its global batches, and their microbatches in the preferred order."""
+    """The work of a window: a few global batches of every job, and their microbatches in the preferred
+    order."""
 
     capacity: int
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     by_replica: tuple[tuple[int, ...], ...] = ()
-    """For each replica, the indices of its new microbatches in their preferred order."""
+    """For each replica of the pipeline, the indices of its new microbatches in their preferred order."""
     inherited: tuple[Inherited, ...] = ()
-    """Progress of the first microbatches, which the previous window left unfinished."""
+    """Progress through the stages of the first microbatches, which the previous window (a few global batches
+    of every job) left unfinished."""
 
     @property
     def filled_microbatches(self) -> list[int]:
@@ -58,7 +61,8 @@ class Work:
         return [number for number, one in enumerate(self.microbatches) if one.segments]
 
     def replica_microbatches(self, replica: int) -> list[int]:
-        """Return the indices of all microbatches of a replica, the inherited ones first."""
+        """Return the indices of all microbatches of a replica, first those inherited from the previous
+        window."""
         inherited = [number for number, one in enumerate(self.inherited) if one.replica == replica]
         return [*inherited, *self.by_replica[replica]]
 
@@ -82,7 +86,8 @@ def multi_job(work: Work, stages: int, prices: Prices, spare_microbatches: int =
 
 
 def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) -> Program:
-    """Return a program in the multi-job order for microbatches of which some are chunks of samples.
+    """Return a program in which every device runs whichever pass is ready (the multi-job order), for
+    microbatches some of which are chunks of samples.
 
     All chunks of a sample are in flight on the last stage together. The limit on microbatches in flight is
     therefore replaced by a limit in bytes: the bytes that each stage keeps in 1F1B with microbatches of
@@ -98,13 +103,15 @@ def chunked_multi_job(work: Work, stages: int, prices: Prices, max_rows: int) ->
 
 
 def _kept_bytes(rows: int, microbatch: MicrobatchPlan, price: PassPrice) -> int:
-    """Return the bytes that a stage keeps for `rows` rows, in proportion to the bytes of a microbatch."""
+    """Return the activation bytes that a stage keeps for `rows` rows, in proportion to the bytes that it
+    keeps for `microbatch`."""
     return -(-rows * price.kept_bytes // microbatch.rows)
 
 
 def cut_long_samples(work: Work, rows: int, square_cost: float = 0.0) -> Work:
     """Cut samples of more than `rows` rows, each of which is a microbatch by itself, into chunks whose passes
-    take equally long (see `cut_sample`)."""
+    take about equally long. `square_cost` is the time per unit of a sample's squared length (attention)
+    relative to the time per row."""
     microbatches: list[MicrobatchPlan] = []
     for one in work.microbatches:
         if one.rows <= rows:
@@ -118,7 +125,8 @@ def cut_long_samples(work: Work, rows: int, square_cost: float = 0.0) -> Work:
 
 
 def gpipe_passes(work: Work, stages: int) -> Passes:
-    """Return the GPipe order: all forwards of a round (at most one batch of each job), then its backwards."""
+    """Return the GPipe order: all forwards of a round (at most one global batch of each job), then all
+    backwards of the round."""
     lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
@@ -128,12 +136,12 @@ def gpipe_passes(work: Work, stages: int) -> Passes:
 
 
 def alternating_passes(work: Work, stages: int) -> Passes:
-    """Return the 1F1B order: stage s runs forwards until `stages` − s microbatches are in flight, and then
-    alternates between backward and forward.
+    """Return the 1F1B order: stage s of `stages` runs forwards until `stages` − s microbatches are in flight,
+    and then alternates between backward and forward.
 
     If a microbatch needs an optimizer step that has not run yet, the backwards before that step go first.
-    With one job, this drains the pipeline after every batch, unless its batches are far enough apart (see
-    `merge.earliest_microbatch`).
+    With one job, the pipeline therefore drains after every global batch, unless the job's batches are far
+    enough apart (see `merge.earliest_microbatch`).
     """
     return [_alternating_order(work, stage, stages) for stage in range(stages)]
 
@@ -162,8 +170,8 @@ def multi_job_rules(stages: int, spare_microbatches: int = 0) -> DispatchRules:
 
 
 def rounds(work: Work) -> list[list[int]]:
-    """Return the microbatches split into rounds. A round is consecutive microbatches in which no job has
-    samples of two global batches."""
+    """Return the microbatches split into rounds. A round consists of consecutive microbatches in which no job
+    has samples of two global batches."""
     found: list[list[int]] = []
     steps: dict[str, int] = {}
     for number in work.filled_microbatches:
@@ -179,7 +187,8 @@ def rounds(work: Work) -> list[list[int]]:
 def assemble(
     work: Work, device_passes: Sequence[Iterable[Action]], stage_devices: Sequence[int] = ()
 ) -> Program:
-    """Return a Program from the passes of every device, with Steps, Sends and Recvs inserted.
+    """Return a Program from the passes of every device, with optimizer steps (Steps) and transfers (Sends and
+    Recvs) inserted.
 
     `stage_devices` contains the device of each stage; by default, stage s is on device s.
     """
@@ -196,10 +205,12 @@ def assemble(
 
 
 def cut_program(program: Program, prices: Prices) -> Program:
-    """Return the program without the passes that begin after the first stage has run its last forward, in all
-    replicas. The next window runs these passes, which then overlap with the forwards of its batches.
+    """Return the program without the passes that begin after the first stages of all replicas have run their
+    last forward. The next window runs these passes, which then overlap with the forwards of its own global
+    batches.
 
-    The Reduces and the Step of a batch remain if all of its passes do.
+    The Reduces (sums over devices) and the Step (optimizer step) of a global batch remain if all passes of
+    the batch do.
     """
     events = simulate(program, prices, PricedCluster(len(program.devices))).events
     starts = {one.action: one.start for one in events if isinstance(one.action, Compute)}
@@ -243,8 +254,8 @@ def _add_final_receives(lists: Sequence[list[Action]]) -> None:
 
 
 def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counter[tuple[str, int]]:
-    """Return the number of samples of each batch that still need a backward on a device at the start of the
-    window. A sample counts once for each stage of the device."""
+    """Return the number of samples of each global batch that still need a backward on a device at the start
+    of the window. A sample counts once for each stage of the device."""
     own = [stage for stage, home in enumerate(stages) if home == device]
     remaining = batch_samples(work.microbatches)
     for key in remaining:
@@ -259,21 +270,22 @@ def _remaining_samples(work: Work, device: int, stages: Sequence[int]) -> Counte
 def device_actions(
     work: Work, passes: Iterable[Action], device: int, stage_devices: Sequence[int]
 ) -> list[Action]:
-    """Return the actions of one device: its passes with the Steps, Reduces, Sends and Recvs that belong to
-    them. `stage_devices` contains the device of each stage."""
+    """Return the actions of one device: its passes with the optimizer steps (Steps), the sums over devices
+    (Reduces) and the transfers (Sends and Recvs) that belong to them. `stage_devices` contains the device of
+    each stage."""
     stepped = _insert_steps(work, passes, device, stage_devices)
     return list(insert_transfers(stepped, stage_devices, arrived_inputs(work, len(stage_devices))))
 
 
 def arrived_inputs(work: Work, stages: int) -> set[Arrival]:
-    """Return the inputs of the next passes of inherited microbatches, which the previous window has received
-    already."""
+    """Return the keys of the inputs that devices received in the previous window, for the next passes of the
+    microbatches that this window left unfinished."""
     arrivals = ((number, one.arrival(stages)) for number, one in enumerate(work.inherited))
     return {(number, *arrival) for number, arrival in arrivals if arrival is not None}
 
 
 def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
-    """Return the passes of one stage in the 1F1B order."""
+    """Return the passes of one stage in the 1F1B order (one forward, one backward)."""
     remaining = batch_samples(work.microbatches)
     waiting = work.filled_microbatches
     flying: list[int] = []
@@ -309,12 +321,12 @@ def _alternating_order(work: Work, stage: int, stages: int) -> list[Action]:
 def _insert_steps(
     work: Work, actions: Iterable[Action], device: int, stages: Sequence[int]
 ) -> Iterable[Action]:
-    """Yield the actions of a device together with the optimizer steps (Steps) of all batches. A Step follows
-    the last Backward of its batch, or is at the start if that Backward is in the previous window.
+    """Yield the actions of a device together with the optimizer steps (Steps) of all global batches. A Step
+    follows the last Backward of its batch, or is at the start if the previous window ran that Backward.
 
-    With several devices, a Reduce comes between that Backward and the Step. On all devices but the first, the
-    Step is as late as possible, before the job's next Forward or at the end, so that devices rarely wait for
-    the decision of the first device.
+    With several devices, a Reduce (a sum over devices) comes between that Backward and the Step. On all
+    devices but the first, the Step is as late as possible, before the job's next Forward or at the end, so
+    that devices rarely wait for the decision of the first device.
     """
     remaining, several = _remaining_samples(work, device, stages), len(set(stages)) > 1
     pending: dict[str, Step] = {}
@@ -375,32 +387,35 @@ def insert_transfers(
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A bucket: microbatches of equal cost, with the cost of one of them on every stage."""
+    """A bucket of MuxTune's template: microbatches of equal cost, with the cost of each such microbatch on
+    every stage."""
 
     microbatches: tuple[int, ...]
     passes: tuple[PassPrice, ...]
 
     @property
     def latency(self) -> float:
-        """Seconds of the forward and backward of one microbatch on the first stage. Buckets are sorted by
-        it."""
+        """Seconds of the forward and backward of one microbatch on the first stage. Buckets (microbatches of
+        equal cost) are sorted by this latency."""
         return self.passes[0].forward + self.passes[0].backward
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTemplate:
-    """A program in the template order of MuxTune."""
+    """A program in the template order of MuxTune, which runs buckets (groups of microbatches) one after
+    another, the slowest first."""
 
     program: Program
     order: tuple[int, ...]
-    """Indices of the queues in the order in which they run."""
+    """Indices of the queues (buckets of microbatches of equal cost) in the order in which they run."""
     violations: tuple[str, ...]
-    """Sentences about the premises of the template order that do not hold. If there are none, the last stage
-    never waits."""
+    """Sentences about the premises of MuxTune's template order that do not hold. If all premises hold, the
+    last stage never waits between its first forward and its last backward."""
 
 
 def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int] = ()) -> PipelineTemplate:
-    """Return the template order of MuxTune for `queues`, which together contain all microbatches of `work`.
+    """Return a program in the template order of MuxTune, which runs buckets of microbatches (`queues`) one
+    after another, the slowest first. The queues together contain all microbatches of `work`.
 
     `max_bytes` limits the bytes that microbatches in flight keep on each stage. Empty means no limit.
     """
@@ -416,8 +431,8 @@ def template_order(work: Work, queues: Sequence[Queue], max_bytes: Sequence[int]
 
 
 def eager_passes(work: Work, prices: Prices, max_bytes: Sequence[int]) -> Passes:
-    """Return the passes in the template order of MuxTune, for microbatches of unequal cost that are already
-    sorted by bucket, the slowest bucket first."""
+    """Return the passes in the template order of MuxTune, which runs every forward as early as memory allows,
+    for microbatches of unequal cost that are already sorted by bucket, the slowest bucket first."""
     return _dispatch(work, work.filled_microbatches, prices, max_bytes).run()
 
 
@@ -436,8 +451,8 @@ def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
 
 
 def _violated_premises(work: Work, queues: Sequence[Queue]) -> list[str]:
-    """Return a sentence for each premise of the template order that `queues` violate. The queues are in the
-    order in which they run."""
+    """Return a sentence for each premise of MuxTune's template order that `queues` (buckets of microbatches)
+    violate. The queues are in the order in which they run."""
     broken: list[str] = []
     for number, queue in enumerate(queues, 1):
         if any(abs(one.forward - one.backward) > EVEN * one.forward for one in queue.passes):

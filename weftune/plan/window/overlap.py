@@ -24,12 +24,12 @@ from weftune.plan.program.program import (
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two neighbouring microbatches whose passes are made to overlap in a device's list of actions."""
+    """Two neighbouring microbatches in a device's list of actions, whose passes are to overlap."""
 
     first_microbatch: int
     second_microbatch: int
     actions_between: tuple[Action, ...]
-    """Actions between the passes of the two microbatches. They may also run after both."""
+    """Actions between the passes of the two microbatches, which may also run after the passes of both."""
     stop: int
     """Index of the first action after the passes of both microbatches."""
 

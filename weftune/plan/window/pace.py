@@ -1,9 +1,9 @@
 """Speeds ("paces") of stages and windows, and the predicted timeline and number of rounds of a window.
 
-A round is one global batch of every job. A window has only as many rounds as are predicted to end soon, since
-jobs join, leave and are interrupted between windows. The prediction uses the pace that the run has recorded
-or, at first, a profile or data sheet. It never uses the clock, so a resumed run plans the same windows as an
-uninterrupted one.
+A window is the part of a run that is planned at a time, and a round is one global batch of every job. A
+window has only as many rounds as are predicted to end soon, since jobs join, leave and are interrupted
+between windows. The prediction uses the pace that the run has recorded or, at first, a profile or data sheet.
+The clock is never used, so a resumed run plans the same windows as an uninterrupted one.
 
 Workers wait for one another, and time lost in a slow pass is not regained in a quick one. Timelines that are
 predicted from mean times therefore have too few bubbles (idle times), and other timelines are predicted with
@@ -32,19 +32,21 @@ from weftune.plan.program.simulate import Timeline, simulate
 from weftune.plan.window.rounds import JobWindow
 
 WINDOW_SECONDS = 10.0
-"""Maximum predicted seconds of a window, unless a single round takes longer."""
+"""Maximum predicted seconds of a window, unless a single round (one global batch of every job) takes
+longer."""
 ROW_FLOPS = 4
-"""FLOPs per parameter and row: two for the forward and two for the backward."""
+"""FLOPs per parameter of the base and row (token): two for the forward and two for the backward."""
 DRAWS = 4
-"""Number of simulations per window in which the times of passes vary as measured."""
+"""Number of simulations per window (a few global batches of every job) in which the times of passes vary as
+much as measured ones."""
 BACKWARD_GUESS = 1.5
 """Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePace:
-    """Time of a pass on one stage as a linear function of its rows and of its attention, and time of an
-    optimizer step."""
+    """Seconds of a pass on one stage, as a linear function of the pass's rows (tokens) and of its attention,
+    and seconds of an optimizer step."""
 
     forward: Line
     backward: Line
@@ -53,8 +55,9 @@ class StagePace:
     spread: tuple[float, ...] = ()
     """Ratios of measured to predicted pass times, in the order of the passes."""
     forward_per_square: float = 0.0
-    """Additional seconds of a forward for each of the `squares` of its samples. 0 while all samples are
-    whole: then the attention is part of the time per row."""
+    """Seconds of a forward per unit of `squares` (the samples' squared lengths, to which the cost of
+    attention is proportional), in addition to the time of its rows. 0 while all samples are whole, since the
+    time per row then includes attention."""
     backward_per_square: float = 0.0
 
     def forward_seconds(self, plan: MicrobatchPlan) -> float:
@@ -72,7 +75,7 @@ class MeasuredPass:
     seconds: float
     start: float = 0.0
     squares: int = 0
-    """The `squares` of the samples."""
+    """Sum of the squared lengths of the pass's samples, to which the cost of attention is proportional."""
 
 
 def fit_line(passes: Sequence[MeasuredPass]) -> Line:
@@ -90,8 +93,9 @@ def fit_line(passes: Sequence[MeasuredPass]) -> Line:
 
 
 def fit_with_attention(passes: Sequence[MeasuredPass]) -> tuple[Line, float]:
-    """Return the duration of passes as a linear function of their rows and their `squares`, fitted by least
-    squares: the line for the rows, and the seconds of one square. No coefficient is negative."""
+    """Return the duration of passes as a linear function of their rows and their `squares` (sums of squared
+    sample lengths, for attention), fitted by least squares: the line for the rows, and the seconds per unit
+    of `squares`. No coefficient is negative."""
     terms = np.array([(1.0, one.rows, one.squares) for one in passes])
     seconds = np.array([one.seconds for one in passes])
     scales = terms.max(axis=0).clip(min=1.0)
@@ -108,14 +112,15 @@ def fit_with_attention(passes: Sequence[MeasuredPass]) -> tuple[Line, float]:
 
 
 def attention_cost(paces: Sequence[StagePace]) -> float:
-    """Return the time of one of the `squares` of a sample relative to the time of a row, over all stages."""
+    """Return the time per unit of a sample's squared length (the cost of attention) relative to the time per
+    row, over all stages."""
     rows = sum(pace.forward.per_token + pace.backward.per_token for pace in paces)
     return sum(pace.forward_per_square + pace.backward_per_square for pace in paces) / rows if rows else 0.0
 
 
 def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ...]:
-    """Return the pace of each stage, computed from simulated instead of measured passes. Every device must
-    have one stage."""
+    """Return the pace of each stage (the time of its passes as a function of their rows), computed from
+    simulated instead of measured passes. Every device must have one stage."""
 
     def line(stage: int, kind: type[Forward] | type[Backward]) -> Line:
         return fit_line(
@@ -132,8 +137,9 @@ def simulated_paces(program: Program, timeline: Timeline) -> tuple[StagePace, ..
 
 
 def guess_pace(layers: int) -> StagePace:
-    """Return the guessed pace of a stage with this number of layers, for use before anything is measured.
-    Times are proportional to the layers and have no unit."""
+    """Return the guessed pace of a stage with this number of layers (the time of its passes as a function of
+    their rows), for use before anything is measured. Times are proportional to the number of layers and have
+    no unit."""
     return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
 
 
@@ -147,15 +153,17 @@ class LoadPace:
 
 
 def predict_timeline(program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None) -> Timeline:
-    """Return the simulated timeline of a window whose stages have these paces. Transfers between devices are
-    assumed to take no time."""
+    """Return the simulated timeline of a window (a few global batches of every job), given the pace of each
+    stage: the time of its passes as a function of their rows. Transfers between devices are assumed to take
+    no time."""
     return simulate_timeline(program, pace_prices(program.microbatches, paces), loads)
 
 
 def simulate_timeline(
     program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
 ) -> Timeline:
-    """Return the simulated timeline of a window. Without `link`, transfers between devices take no time."""
+    """Return the simulated timeline of a window (a few global batches of every job). Without `link`,
+    transfers between devices take no time."""
     host = Link()
     if loads is not None:
         prices, host = replace(prices, weight_bytes=loads.stage_bytes), Link(loads.bandwidth)
@@ -178,8 +186,8 @@ def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePac
 def vary_timelines(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None, draws: int = DRAWS
 ) -> list[Timeline]:
-    """Return `draws` simulated timelines of a window whose pass times vary as measured. The random seed is
-    fixed, so the result is reproducible."""
+    """Return `draws` simulated timelines of a window (a few global batches of every job) in which the times
+    of passes vary as much as measured ones. The random seed is fixed, so the result is reproducible."""
     prices, drawn = pace_prices(program.microbatches, paces), Random(0)
     return [
         simulate_timeline(program, _vary_prices(program, prices, paces, drawn), loads) for _ in range(draws)
@@ -203,10 +211,11 @@ def _vary_prices(program: Program, prices: Prices, paces: Sequence[StagePace], r
 
 
 def _time_factors(spread: Sequence[float], moment: float) -> Iterator[float]:
-    """Return an endless iterator over the measured ratios of actual to predicted pass times, in order.
+    """Return an endless iterator over `spread`, the measured ratios of actual to predicted pass times, in
+    order.
 
-    It starts at the position `moment`, from 0 to 1, in `spread`. All stages should use the same `moment`,
-    since slow passes occur in a row and often on several stages at once."""
+    The iterator starts at the fraction `moment`, from 0 to 1, of `spread`. All stages should use the same
+    `moment`, since slow passes occur in a row and often on several stages at once."""
     if not spread:
         return repeat(1.0)
     start = int(moment * len(spread))
@@ -215,19 +224,19 @@ def _time_factors(spread: Sequence[float], moment: float) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class WindowPace:
-    """Predicted speed of windows: the seconds per row, and the minimum seconds per round (one global batch of
-    every job). Both are 0 if nothing is known."""
+    """Predicted speed of training: the seconds per row (token), and the minimum seconds per round (one global
+    batch of every job). Both are 0 if nothing is known."""
 
     row_seconds: float = 0.0
-    """Seconds per trained row."""
+    """Seconds per trained row (token)."""
     round_seconds: float = 0.0
-    """Minimum duration of a round in seconds, for example to load all stages."""
+    """Minimum seconds per round (one global batch of every job), for example to load all streamed stages."""
 
 
 def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobWindow]:
-    """Return the jobs' windows, shortened to as many rounds as are predicted to fit in `WINDOW_SECONDS`, but
-    at least one. The samples to be scored are limited in the same way, where jobs that come first take
-    precedence."""
+    """Return the jobs' parts of a window, shortened to as many rounds (one global batch of every job) as are
+    predicted to take at most `WINDOW_SECONDS`, but at least one. The samples whose log-probabilities are to
+    be computed are limited to the same time; those of the first jobs take precedence."""
     rounds, scored_rows = count_fitting_rounds(windows, pace), 0.0
     max_rows = WINDOW_SECONDS / (EVALUATION_SHARE * pace.row_seconds) if pace.row_seconds else math.inf
     cut = []
@@ -243,8 +252,8 @@ def shorten_windows(windows: Sequence[JobWindow], pace: WindowPace) -> list[JobW
 
 
 def count_fitting_rounds(windows: Sequence[JobWindow], pace: WindowPace) -> int:
-    """Return the number of rounds (one global batch of every job) that are predicted to fit in a window, but
-    at least 1."""
+    """Return the number of rounds (one global batch of every job) that are predicted to end within
+    `WINDOW_SECONDS`, but at least 1."""
     longest = max((len(window.batches) for window in windows), default=0)
     ends = accumulate(_round_seconds(windows, turn, pace) for turn in range(longest))
     return max(1, sum(end <= WINDOW_SECONDS for end in ends))
@@ -262,8 +271,8 @@ def _round_seconds(windows: Sequence[JobWindow], turn: int, pace: WindowPace) ->
 
 
 def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int) -> WindowPace:
-    """Return the speed of windows that is predicted before the run has measured anything. It comes from a
-    profile, for passes of `max_tokens` tokens, or else from the data sheet of the device."""
+    """Return the speed of training that is predicted before the run has measured anything: from a profile,
+    for passes of `max_tokens` tokens, or else from the data sheet of the device."""
     if cost.is_measured:
         full = PassWork(
             tokens=max_tokens, squares=max_tokens**2, samples=1, supervised=max_tokens, adapted=0, segments=1
@@ -274,7 +283,7 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
 
 
 def pace_from_data_sheet(shape: ModelShape, flops: float) -> WindowPace:
-    """Return the predicted speed of windows on devices that together reach `flops` FLOP/s."""
+    """Return the predicted speed of training on devices that together reach `flops` FLOP/s."""
     return WindowPace(ROW_FLOPS * shape.active_parameters / flops)
 
 

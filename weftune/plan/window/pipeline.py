@@ -1,5 +1,5 @@
-"""The planner of the next window of a pipeline: global batches are split into microbatches, grouped and
-ordered.
+"""The planner of the next window (a few global batches of every job) of a pipeline: global batches are split
+into microbatches, which are grouped and ordered.
 
 Jobs form groups whose rounds (one global batch of every job) alternate, so that other groups fill the time in
 which a job's batch waits for its optimizer step. A window ends with the round in which a job evaluates, since
@@ -63,13 +63,15 @@ PATIENT_SPLITS = 2
 GROUP_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of groups into which the planner of a pipeline tries to divide the jobs."""
 MAX_SEARCH_MICROBATCHES = 2000
-"""Limit on the search for divisions into groups: it ends when the simulated programs have this many
-microbatches in total. The search is limited by a count, not by a clock, so that plans can be repeated."""
+"""Limit on the search for divisions of the jobs into groups: the search ends when the simulated programs have
+this many microbatches in total. The search is limited by a count, not by a clock, so that plans can be
+repeated."""
 CUT_GAIN = 1.02
-"""Minimum predicted speedup of a window for which samples are cut into chunks, or into smaller chunks."""
+"""Minimum predicted speedup of a window, as a ratio of seconds, for which samples are cut into chunks, or
+into smaller chunks."""
 PATIENCE = 1.02
-"""Maximum predicted slowdown of a window that is accepted if its devices then wait less for the gradients of
-other replicas."""
+"""Maximum ratio of the predicted seconds of two plans of a window at which the slower plan is chosen because
+its devices wait less for the gradients of other replicas."""
 
 
 class PipelineOrder(StrEnum):
@@ -80,31 +82,33 @@ class PipelineOrder(StrEnum):
 
 
 CUT_ORDERS = PipelineOrder.multi_job, PipelineOrder.alternating
-"""Orders of passes in which a window can begin and end with microbatches in flight."""
+"""Orders of passes with which a window (a few global batches of every job) can begin and end while
+microbatches are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
-    """Rules for planning a window of a pipeline: capacity, speeds of the stages, order of passes, and
-    limits."""
+    """Rules for planning a window of a pipeline (a few global batches of every job): token capacity, speeds
+    of the stages, order of passes, and limits."""
 
     capacity: int
     paces: tuple[StagePace, ...]
     """Speed of each stage: the time of its passes as a function of their rows."""
     order: PipelineOrder | None = None
-    """Order of the pipeline. None selects the one that the simulator finds fastest."""
+    """Order of passes in the pipeline. None selects the order that is fastest in the simulator."""
     recompute: Recompute = NOTHING
     spare_microbatches: int = 0
-    """Number of microbatches in flight in addition to those of 1F1B, on all stages but the last. They reduce
-    waits if links are slow or pass times vary."""
+    """Number of microbatches in flight in addition to those of the 1F1B schedule, on all stages but the last.
+    Such microbatches reduce waits if links are slow or pass times vary."""
     replicas: int = 1
-    """Number of copies of all stages, among which every batch is divided. Several replicas always run in the
-    multi-job order, since no other order is predicted for all replicas together."""
+    """Number of copies of all stages, among which every global batch is divided. Several replicas always run
+    in the multi-job order (each device runs whichever pass is ready), since no other order is predicted for
+    all replicas together."""
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     overlapped_layers: int = 0
-    """Number of layers of the single stage if all-reduces over shards overlap with computation. 0 if they do
-    not."""
+    """Number of layers of the single stage if all-reduces over shards overlap with computation, otherwise
+    0."""
     min_rows: int = 0
     """Minimum microbatch size that the planner tries, in rows. Sizes down to a quarter of the capacity are
     always tried, and no smaller ones if the value is 0."""
@@ -121,15 +125,15 @@ class PipelineRules:
 
     @property
     def cuts_samples(self) -> bool:
-        """Whether long samples may run in chunks."""
+        """Whether long samples may be cut into chunks, each of which is a microbatch by itself."""
         # Layers that are recomputed would still keep what the attention of chunks has saved.
         keeps_layers = not self.recompute.recomputed_layers
         return self.min_chunk_rows > 0 and keeps_layers and self.order is None and self.replicas == 1
 
     @property
     def batch_distance(self) -> int:
-        """Minimum distance, in microbatches, from the last microbatch of a batch to the first microbatch of
-        the job's next batch. The exchange of gradients between replicas counts as one more stage."""
+        """Minimum distance, in microbatches, from the last microbatch of a job's global batch to the first
+        microbatch of its next one. The exchange of gradients between replicas counts as one more stage."""
         return self.stages + (self.replicas > 1)
 
 
@@ -139,12 +143,12 @@ def plan_pipeline(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return a checked program that finishes the `inherited` batches of the previous window and trains the
-    jobs' new batches up to the first evaluation.
+    """Return a checked program that finishes the `inherited` global batches, which the previous window left
+    unfinished, and trains the jobs' new batches up to the first evaluation.
 
     With `hands_over`, the last batches are left unfinished, so that the pipeline does not drain between two
     windows, unless a job evaluates at the end. Without new batches, the program only finishes the inherited
-    ones.
+    batches.
     """
     step = {window.job: window.step for window in windows}
     starting_windows = [window for window in windows if window.begins_run]
@@ -185,8 +189,8 @@ def plan_pipeline(
 def _may_hand_over(
     parts: Sequence[Sequence[GlobalBatch]], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> bool:
-    """Return whether the window may leave batches unfinished. It may if new batches begin, their order of
-    passes allows it, and nothing at the end of the window needs their results."""
+    """Return whether the window may leave global batches unfinished: if new batches begin, the order of
+    passes allows it, and nothing at the end of the window needs the results of these batches."""
     if len(parts) != 1 or rules.order not in (None, *CUT_ORDERS):
         return False
     by_job = {window.job: window for window in windows}
@@ -194,9 +198,10 @@ def _may_hand_over(
 
 
 def _window_batches(windows: Sequence[JobWindow]) -> list[list[GlobalBatch]]:
-    """Return the batches of the window in the order of rounds, up to and including the first round in which a
-    job evaluates. The result is a list of parts. A new part begins at every round with mismatched samples
-    (for a KL term), because these are scored with the weights after the previous round."""
+    """Return the global batches of the window in the order of rounds (one global batch of every job), up to
+    and including the first round in which a job evaluates. The result is a list of parts. A new part begins
+    at every round with mismatched samples (for a KL term), because the log-probabilities of these samples are
+    computed with the weights after the previous round."""
     found: list[list[GlobalBatch]] = []
     for turn in range(max((len(window.batches) for window in windows), default=0)):
         moving = [window for window in windows if turn < len(window.batches)]
@@ -218,8 +223,9 @@ def _plan_training(
     inherited: Unfinished = FINISHED,
     hands_over: bool = False,
 ) -> Program:
-    """Return the program that trains the batches and finishes the inherited ones. Long samples are whole or
-    cut into chunks, whichever is faster in the simulator."""
+    """Return the program that trains these global batches and finishes the `inherited` ones, which the
+    previous window left unfinished. Long samples are whole or cut into chunks, whichever is faster in the
+    simulator."""
     whole = _plan_whole(batches, windows, rules, inherited, hands_over)
     if not batches or not rules.cuts_samples:
         return whole.program
@@ -254,7 +260,8 @@ def _plan_whole(
 
 
 class _WindowSearch:
-    """A search for the fastest program of a window. Programs are compared by simulated seconds."""
+    """A search for the fastest program of a window (a few global batches of every job). Programs are compared
+    by simulated seconds."""
 
     def __init__(
         self,
@@ -277,8 +284,8 @@ class _WindowSearch:
         return self._best
 
     def choose_size(self) -> int:
-        """Return the best size of microbatches, found by simulation for groups of jobs that a formula has
-        chosen."""
+        """Return the size of microbatches, in rows, with which the window is fastest in simulation, for
+        groups of jobs that a formula has chosen."""
         best_size, unimproved = self.rules.capacity, 0
         for size in self._candidate_sizes():
             groups = group_jobs(self.lengths, size, self.rules.batch_distance).groups if self.batches else ()
@@ -291,8 +298,8 @@ class _WindowSearch:
         return best_size
 
     def choose_groups(self, size: int) -> None:
-        """Try plans with other numbers of groups of jobs, in which either whole rounds or single microbatches
-        of the groups alternate."""
+        """Try plans with other numbers of groups of jobs, in which either whole rounds of the groups (one
+        global batch of each of their jobs) or single microbatches alternate."""
         for count in GROUP_COUNTS:
             if count > len(self.lengths) or self.microbatches > MAX_SEARCH_MICROBATCHES:
                 break
@@ -305,7 +312,7 @@ class _WindowSearch:
                 self._keep_if_faster(self._plan_mixed_groups(groups, size))
 
     def _candidate_sizes(self) -> Iterator[int]:
-        """Yield the sizes of microbatches that are tried, the largest first."""
+        """Yield the sizes of microbatches, in rows, that the search tries, the largest first."""
         longest = max(
             (_token_count(run) for one in self.batches for run in sample_groups(one.samples)), default=0
         )
@@ -375,8 +382,9 @@ class Timed:
 def _choose_chunk_rows(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules
 ) -> int | None:
-    """Return the maximum rows of chunks with which rounds like the first one are fastest in the simulator.
-    Return None if whole samples are about as fast."""
+    """Return the maximum rows per chunk of a sample with which the first round (one global batch of every
+    job) would be fastest in the simulator if it were repeated. Return None if whole samples are about as
+    fast."""
     first: dict[str, GlobalBatch] = {}
     for batch in batches:
         first.setdefault(batch.job, batch)
@@ -402,8 +410,9 @@ def _choose_chunk_rows(
 
 
 def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[GlobalBatch]], Timed]) -> float:
-    """Return the simulated seconds that one additional round of these batches adds to a window. The time to
-    fill and drain the pipeline is included only if every round repeats it, as with a single job."""
+    """Return the simulated seconds by which a second round of these batches (one global batch of each job)
+    makes a window longer. The time to fill and drain the pipeline is included only if every round repeats it,
+    as with a single job."""
     again = [replace(batch, step=batch.step + 1) for batch in batches]
     return plan([*batches, *again]).seconds - plan(batches).seconds
 
@@ -411,7 +420,8 @@ def _round_seconds(batches: Sequence[GlobalBatch], plan: Callable[[Sequence[Glob
 def _plan_cut(
     batches: Sequence[GlobalBatch], windows: Sequence[JobWindow], rules: PipelineRules, rows: int
 ) -> Timed:
-    """Return the program in which longer samples are cut into chunks of `rows` rows on average."""
+    """Return the program in which samples of more than `rows` rows are cut into chunks of `rows` rows on
+    average, with its simulated seconds."""
     longest = max(_token_count(together) for batch in batches for together in sample_groups(batch.samples))
     groups = choose_groups(batches, [window.job for window in windows], rows, rules)
     whole = divide_into_microbatches(batches, groups, rows, rules)
@@ -422,8 +432,8 @@ def _plan_cut(
 
 
 def window_seconds(program: Program, prices: Prices) -> float:
-    """Return the simulated seconds of a window. If the window leaves passes to the next window, their time is
-    included under the assumption that no device waits during them."""
+    """Return the simulated seconds of a window (a few global batches of every job). If the window leaves
+    passes to the next window, their time is included as if no device waited during these passes."""
     timeline = simulate(program, prices, PricedCluster(len(program.devices)))
     if not program.hands_over:
         return timeline.makespan
@@ -439,15 +449,16 @@ def window_seconds(program: Program, prices: Prices) -> float:
 def choose_groups(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
 ) -> Groups:
-    """Return the groups of jobs whose rounds alternate, divided by a formula and not by simulation."""
+    """Return the groups of jobs whose rounds (one global batch of each job of the group) alternate. The jobs
+    are divided by a formula and not by simulation."""
     return group_jobs(_job_lengths(batches, jobs, rules), capacity, rules.batch_distance).groups
 
 
 def _job_lengths(
     batches: Sequence[GlobalBatch], jobs: Sequence[str], rules: PipelineRules
 ) -> list[JobLengths]:
-    """Return the sample lengths of each job, for dividing jobs into groups. They are taken from the part of
-    each job's first batch that one replica trains."""
+    """Return the mean sample length and the batch size of each job in tokens, for dividing jobs into groups.
+    The batch size is that of the part of the job's first global batch that one replica trains."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
@@ -462,7 +473,7 @@ def _job_lengths(
 
 def mix_groups(work: Work, groups: Groups) -> Work:
     """Return the work with the microbatches of all groups of jobs mixed evenly, instead of alternating whole
-    rounds. No microbatch may have samples of two groups."""
+    rounds (one global batch of each job of a group). No microbatch may have samples of two groups."""
     home = {job: number for number, members in enumerate(groups) for job in members}
     begun = len(work.inherited)
     lists: list[list[int]] = [[] for _ in groups]
@@ -481,11 +492,12 @@ def mix_groups(work: Work, groups: Groups) -> Work:
 
 
 def order_turns(groups: Groups, batches: Sequence[GlobalBatch], inherited: Unfinished) -> list[Groups]:
-    """Return one or two orders of groups of jobs for the next rounds.
+    """Return one or two orders in which groups of jobs take turns in the next rounds (one global batch of
+    every job each).
 
     In the first order, groups with unfinished batches come last, in the order of their last microbatches. The
-    second is returned only if batches are inherited. In it, the jobs are divided into equally many new
-    groups, each of jobs that may begin at about the same time.
+    second order is returned only if batches are inherited from the previous window. This order divides the
+    jobs into equally many new groups, each of jobs that may begin at about the same time.
     """
     last = {job: number for number, plan in enumerate(inherited.microbatches) for job in plan.jobs}
     found = [tuple(sorted(groups, key=lambda members: max(last.get(job, -1) for job in members)))]
@@ -512,8 +524,9 @@ def divide_into_microbatches(
 ) -> Work:
     """Return the batches divided into microbatches of at most `max_tokens` tokens, which the jobs of a group
     share. A longer sample has its own microbatch. The microbatches of each replica are ordered so that the
-    batches of a job are far enough apart. With `moves_samples`, samples may move into the last microbatch of
-    another group's round."""
+    global batches of a job are far enough apart to fill the pipeline in between. With `moves_samples`,
+    samples may move into the last microbatch of another group's round (one global batch of each of its
+    jobs)."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = moves_samples and rules.order is not PipelineOrder.template and rules.replicas == 1
@@ -545,8 +558,8 @@ def divide_into_microbatches(
 
 
 def _group_rounds(batches: Sequence[GlobalBatch], groups: Groups, max_tokens: int) -> Rounds:
-    """Return rounds, each with the samples of one batch of every job of a group. The groups alternate.
-    Samples of more than `max_tokens` tokens count as `max_tokens`."""
+    """Return rounds, each of which contains the samples of one global batch of every job of a group. The
+    rounds of the groups alternate. Samples of more than `max_tokens` tokens count as `max_tokens`."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
@@ -630,8 +643,8 @@ def _append_passes(
     segments: Sequence[SegmentPlan],
     rules: PipelineRules,
 ) -> Program:
-    """Return the program with passes of the given kind, which have no backward, after all other actions. The
-    samples are divided among the replicas."""
+    """Return the program with additional passes of the class `kind`, which have no backward, after all other
+    actions. The samples are divided among the replicas."""
     packed = pack_segments(segments, _evaluation_capacity(segments, rules))
     before = len(program.microbatches)
     shares = distribute_evaluation(packed, rules.replicas)
@@ -648,8 +661,8 @@ def _append_passes(
 def _append_mismatched_scores(
     program: Program, segments: Sequence[SegmentPlan], rules: PipelineRules
 ) -> Program:
-    """Return the program followed by passes that score mismatched samples, and by the exchange of the summed
-    scores between replicas."""
+    """Return the program followed by passes that compute log-probabilities (scores) of mismatched samples
+    (prompts with the answers of other prompts), and by the exchange of the summed scores between replicas."""
     program = _append_passes(program, Score, segments, rules)
     if rules.replicas == 1:
         return program
@@ -664,7 +677,8 @@ def _append_mismatched_scores(
 
 
 def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Return a microbatch capacity that is small enough to divide the samples among all replicas."""
+    """Return a microbatch capacity, in tokens, that is small enough to divide the samples among all
+    replicas."""
     if rules.replicas == 1 or not segments:
         return rules.capacity
     longest = max(
@@ -677,8 +691,9 @@ def _evaluation_capacity(segments: Sequence[SegmentPlan], rules: PipelineRules) 
 def _insert_saves(
     program: Program, windows: Sequence[JobWindow], starting_windows: Sequence[JobWindow]
 ) -> Program:
-    """Return the program with Saves right after the Steps that they save. A job that begins is also saved at
-    its current step. Only the devices of the first replica save, since all replicas hold the same weights."""
+    """Return the program with each Save (checkpoint of a job) right after the optimizer step (Step) that it
+    saves. A job that begins is also saved at its current step. Only the devices of the first replica save,
+    since all replicas hold the same weights."""
     at = {window.job: window.save_steps for window in windows}
     begin = [Save(window.job, window.step) for window in starting_windows if window.step in window.save_steps]
 

@@ -1,4 +1,5 @@
-"""Replicas of a pipeline: which samples each replica trains, and when the gradients of a batch are summed.
+"""Replicas of a pipeline: which samples each replica trains, and when the gradients of a global batch are
+summed.
 
 Replicas divide the samples of each global batch, and every optimizer step waits for all replicas. The order
 of passes is predicted for all replicas together, so that gradients are summed (by a Reduce) when the last
@@ -31,8 +32,9 @@ Rounds = list[list[BatchSample]]
 def distribute_samples(
     rounds: Sequence[Sequence[BatchSample]], inherited_tokens: Sequence[int]
 ) -> list[Rounds]:
-    """Return, for each replica, its samples of each round. Total tokens are kept even between the replicas.
-    `inherited_tokens` contains, for each replica, the number of tokens that are still in flight."""
+    """Return, for each replica, its samples of each round (one global batch of every job). All replicas get
+    about equally many tokens in total. `inherited_tokens` contains, for each replica, the number of tokens of
+    unfinished microbatches from the previous window."""
     tokens = list(inherited_tokens)
     dealt: list[Rounds] = [[] for _ in tokens]
     for samples in rounds:
@@ -67,11 +69,11 @@ def order_replicas(
     spare_microbatches: int = 0,
     delays_gradient_sums: bool = False,
 ) -> Program:
-    """Return a program in which all replicas use the multi-job schedule of `orders.py`, with the Reduces and
-    Steps that they need.
+    """Return a program in which all replicas use the multi-job schedule, in which each device runs whichever
+    pass is ready, with the Reduces (sums over replicas) and Steps (optimizer steps) that they need.
 
-    With `delays_gradient_sums`, replicas sum the gradients of a batch about one pass later, so that slow
-    links cause fewer waits.
+    With `delays_gradient_sums`, replicas sum the gradients of a global batch about one pass later, so that
+    slow links cause fewer waits.
     """
     forwards = [one.forward for number in work.filled_microbatches for one in prices.passes[number]]
     lag = sum(forwards) / len(forwards) if delays_gradient_sums else 0.0
@@ -98,8 +100,9 @@ def order_replicas(
 
 
 class _StepInserter:
-    """Inserts Reduces and Steps between the passes of all devices, in the order of simulated events.
-    Deadlocks are impossible, since everything that an action waits for comes earlier in this order."""
+    """Inserts Reduces (sums over replicas) and Steps (optimizer steps) between the passes of all devices, in
+    the order of simulated events. Deadlocks are impossible, since everything that an action waits for comes
+    earlier in this order."""
 
     def __init__(self, work: Work, stages: int) -> None:
         self.work, self.microbatches, self.stages = work, work.microbatches, stages
@@ -109,15 +112,16 @@ class _StepInserter:
             for replica in range(len(work.by_replica))
         ]
         self.replica_batches = [frozenset(counts) for counts in sample_counts]
-        """For each replica, the batches of which it trains at least one sample."""
+        """For each replica, the global batches of which it trains at least one sample."""
         self.remaining = [sample_counts[device // stages].copy() for device in range(len(self.lists))]
-        """For each device, the number of samples of each batch that still need a backward."""
+        """For each device, the number of samples of each global batch that still need a backward."""
         self.pending: list[dict[str, Step]] = [{} for _ in self.lists]
-        """For each device, the Steps that are not inserted yet, by job. Steps are inserted as late as
-        possible."""
+        """For each device, the Steps (optimizer steps) that are not inserted yet, by job. Steps are inserted
+        as late as possible."""
 
     def insert_steps(self, log: Iterable[PassBegan | BatchClosed]) -> list[list[Action]]:
-        """Return the actions of every device: the passes in the log, with Reduces and Steps."""
+        """Return the actions of every device: the passes in the log, with Reduces (sums over replicas) and
+        Steps (optimizer steps)."""
         self._begin_window()
         for moment in log:
             match moment:
@@ -132,7 +136,8 @@ class _StepInserter:
         return self.lists
 
     def _begin_window(self) -> None:
-        """Add the Reduces of the batches whose last backward on a device was in the previous window."""
+        """Add the Reduces (sums of gradients over replicas) of the global batches whose last backward on a
+        device was in the previous window."""
         for number, progress in enumerate(self.work.inherited):
             for stage in range(self.stages):
                 if progress.has_backward(stage, self.stages):
@@ -160,8 +165,8 @@ class _StepInserter:
         self.lists[device].append(action)
 
     def _insert_backward(self, device: int, action: Backward) -> None:
-        """Add a Backward to the device's actions. If it is the last one of a batch on this device, also add
-        the Reduce that sends the gradient to other replicas."""
+        """Add a Backward to the device's actions. If this is the last Backward of a global batch on the
+        device, also add the Reduce that sends the gradient to other replicas."""
         self.lists[device].append(action)
         for segment in self.microbatches[action.microbatch].segments:
             key = segment.job, segment.step
@@ -170,7 +175,8 @@ class _StepInserter:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
     def _close_batch(self, stage: int, job: str, step: int) -> None:
-        """Add the Reduces that sum the gradients, once all replicas have ended a batch."""
+        """Add the Reduces that sum the gradients of a global batch over the replicas, all of which have run
+        its last backward."""
         for device in range(stage, len(self.lists), self.stages):
             self.lists[device].append(Reduce(job, step))
             self.pending[device][job] = Step(job, step)

@@ -1,5 +1,5 @@
-"""The planner of windows in rounds, for any layout. A round is one global batch of every job, followed by
-evaluations and saves."""
+"""The planner of a window (a few global batches of every job) that runs round by round, in any layout. A
+round is one global batch of every job, followed by evaluations and saves."""
 
 from __future__ import annotations
 
@@ -39,18 +39,20 @@ class JobWindow:
 
     job: str
     step: int
-    """Last step that was executed before the window."""
+    """Number of the last optimizer step that the job made before the window."""
     batches: tuple[GlobalBatch, ...]
     evaluation: tuple[PlacedSample, ...]
     evaluation_steps: frozenset[int]
     save_steps: frozenset[int]
     begins_run: bool = False
-    """Whether the job starts in this window. If so, it may evaluate and save before its first batch."""
+    """Whether the job starts in this window, so that it may evaluate and save before its first global
+    batch."""
     scored_samples: tuple[PlacedSample, ...] = ()
-    """Samples whose log-probabilities are computed with the job's current weights, before any batch."""
+    """Samples whose log-probabilities are computed with the job's current weights, before any batch is
+    trained."""
     mismatched: tuple[PlacedSample, ...] = ()
-    """Mismatched samples, whose log-probabilities are computed before each evaluation, for the KL term of the
-    evaluated loss."""
+    """Mismatched samples (prompts with the answers of other prompts), whose log-probabilities are computed
+    before each evaluation, for the KL term of the evaluated loss."""
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether the job's held-out samples are evaluated after this step."""
@@ -64,8 +66,8 @@ class JobWindow:
 
 @dataclass(frozen=True, slots=True)
 class TrainedMicrobatch:
-    """A training microbatch of a round, and the optimizer steps (Steps) of the jobs whose last samples in the
-    round it contains."""
+    """A training microbatch of a round (one global batch of every job), and the optimizer steps (Steps) that
+    follow the microbatch because it contains the last samples of their global batches."""
 
     microbatch: int
     steps: tuple[Step, ...]
@@ -73,8 +75,9 @@ class TrainedMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a window: one global batch of every job that still has one, with scoring, evaluations and
-    saves. The fields contain indices of microbatches and are in the order in which these run."""
+    """A round of a window: one global batch of every job that has batches left, with the computation of
+    log-probabilities (scoring), evaluations and saves. The fields are in the order in which their contents
+    run, mostly indices of microbatches."""
 
     scored_microbatches: tuple[int, ...]
     trained_microbatches: tuple[TrainedMicrobatch, ...]
@@ -84,20 +87,22 @@ class Round:
 
 
 ForwardRun = tuple[type[Evaluate] | type[Score], list[int]]
-"""Microbatches that run through all stages together in passes without backward, preceded by the class of
-these passes."""
+"""The class of passes without backward, and the indices of the microbatches that run through all stages
+together in such passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundRuns:
-    """The passes of a round that have no backward, before and after its training."""
+    """The passes without backward that a round (one global batch of every job) runs before and after its
+    training."""
 
     runs_before_training: tuple[ForwardRun, ...]
     runs_after_training: tuple[ForwardRun, ...]
 
 
 class _LaidRounds:
-    """The rounds of a window, packed into microbatches, before the order on each device is chosen.
+    """The rounds of a window (each one global batch of every job), packed into microbatches, before the order
+    of actions on each device is chosen.
 
     With `pads_to_ladder`, training microbatches are padded to few sizes, as captured CUDA graphs require.
     With several `groups`, only jobs of the same group share microbatches, and the optimizer steps of a group
@@ -129,7 +134,8 @@ class _LaidRounds:
         step: dict[str, int],
         scored_segments: Sequence[SegmentPlan] = (),
     ) -> None:
-        """Add a round with these batches to the window. `step` maps each job to its step after the round."""
+        """Add a round (one global batch of every job) with these batches to the window. `step` maps each job
+        to the number of its last optimizer step after the round."""
         scored = self._add_packed(scored_segments)
         trained = self._add_training(batches)
         evaluating = [one for one in windows if one.evaluates_at(step[one.job])]
@@ -173,8 +179,8 @@ class _LaidRounds:
 
 
 def mismatched_segments(batches: Iterable[GlobalBatch]) -> list[SegmentPlan]:
-    """Return the mismatched samples for the KL terms of these batches' losses. They are scored before the
-    batches are trained."""
+    """Return the mismatched samples (prompts with the answers of other prompts) for the KL terms of these
+    batches' losses. Their log-probabilities are computed before the batches are trained."""
     return [SegmentPlan(one.job, one.step - 1, one.mismatched) for one in batches if one.mismatched]
 
 
@@ -199,13 +205,14 @@ def plan_rounds(
     recompute: Recompute = NOTHING,
     packing_limits: Limits = LIMITS,
 ) -> Program:
-    """Return a checked program that trains every job's batches round by round. A stage runs all microbatches
-    of a round before the next stage begins, so that a streamed stage is loaded only once for all of them.
+    """Return a checked program that trains every job's batches round by round (a round is one global batch of
+    every job). A stage runs all microbatches of a round before the next stage begins, so that a streamed
+    stage is loaded only once for all of them.
 
     Microbatches and their order on each stage are the same in every layout, so losses are bitwise equal. With
     several workers or shards, a window ends with the round in which a job evaluates, since later steps depend
     on the result, which only the first worker knows. At the start and at the end of a window, each worker's
-    slots hold the stages that the worker needs first.
+    slots (places for streamed stages in device memory) hold the stages that the worker needs first.
     """
     done = {window.job: window.step for window in windows}
     windows = _cut_after_evaluation(windows) if layout.workers * layout.shards > 1 else windows
@@ -229,8 +236,9 @@ def plan_rounds(
 
 
 def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
-    """Return the jobs' windows without the rounds that follow the first evaluation. If a job evaluates before
-    its first batch, no job trains in this window, but samples are still scored."""
+    """Return the jobs' parts of the window without the rounds (one global batch of every job each) that
+    follow the first evaluation. If a job evaluates before its first batch, no job trains in this window, but
+    samples are still scored."""
     if any(window.starts_with_evaluation for window in windows):
         return [
             replace(window, batches=())
@@ -249,8 +257,8 @@ def _cut_after_evaluation(windows: Sequence[JobWindow]) -> list[JobWindow]:
 
 
 def _evaluation_rows(laid_rounds: _LaidRounds, layout: Layout, capacity: int) -> int:
-    """Return the maximum number of rows that are evaluated or scored together, stage by stage. It is chosen
-    so that inputs of stages need no more memory than in training."""
+    """Return the maximum number of rows that pass a stage without backward before the next stage begins. With
+    this number, the inputs of stages need no more memory than in training."""
     rounds = (
         sum(laid_rounds.microbatches[one.microbatch].rows for one in each.trained_microbatches)
         for each in laid_rounds.rounds
@@ -291,8 +299,8 @@ def _split_runs(numbers: Sequence[int], laid_rounds: _LaidRounds, max_rows: int)
 def _list_actions(
     laid_rounds: _LaidRounds, runs: Sequence[_RoundRuns], part: WorkerLayout
 ) -> tuple[Action, ...]:
-    """Return the actions of one worker in order. `runs` contains the passes without backward of each
-    round."""
+    """Return the actions of one worker in order. `runs` contains the passes without backward of each round
+    (one global batch of every job)."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid_rounds.rounds, runs, strict=True)]
     moved = slot_moves([stage for each in visits for stage, _ in each], part)
     actions: list[Action] = []
@@ -305,11 +313,12 @@ def _list_actions(
 
 
 def _visits(round_plan: Round, runs: _RoundRuns, part: WorkerLayout) -> Iterator[tuple[int, list[Action]]]:
-    """Yield (stage, actions) for each time that a worker runs a stage in a round.
+    """Yield (stage, actions) for each time that a worker runs a stage in a round (one global batch of every
+    job).
 
-    Scoring passes come first, then forwards through the worker's stages, then backwards and Steps through the
-    stages in reverse order, and finally the other passes without backward. The last stage of the base runs
-    each backward right after its forward.
+    Score passes (which compute log-probabilities) come first, then forwards through the worker's stages, then
+    backwards and Steps (optimizer steps) through the stages in reverse order, and finally the other passes
+    without backward. The last stage of the base runs each backward right after its forward.
     """
     yield from _forward_visits(runs.runs_before_training, part)
     last, numbers = len(part.stages) - 1, [trained.microbatch for trained in round_plan.trained_microbatches]
@@ -337,7 +346,7 @@ def _forward_visits(runs: Iterable[ForwardRun], part: WorkerLayout) -> Iterator[
 
 def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Action, ...]]:
     """Yield the Evict and Load actions that follow each run of a stage in `stages`. A stage is evicted if its
-    slot is needed for another stage, which is then loaded immediately."""
+    slot (a place in device memory) is needed for another stage, which is then loaded immediately."""
     streamed = set(part.streamed_stages)
     needed = {part.slot_of_stage(stage): stage for stage in part.initial_stages}
     found: list[tuple[Action, ...]] = []
@@ -352,8 +361,8 @@ def slot_moves(stages: Sequence[int], part: WorkerLayout) -> Iterator[tuple[Acti
 
 
 def _delay_steps(actions: Iterable[Action], laid_rounds: _LaidRounds) -> Iterator[Action]:
-    """Yield the actions with each Step moved as late as possible, since a Step waits for the decision of the
-    first worker."""
+    """Yield the actions with each Step (optimizer step) moved as late as possible, since a Step waits for the
+    decision of the first worker."""
     pending: dict[str, Step] = {}
     for action in actions:
         match action:

@@ -17,8 +17,8 @@ from weftune.plan.window.rounds import JobWindow, plan_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """Optional mechanisms of planning windows, such as cutting long samples into chunks. Each can be disabled
-    to compare plans; none changes the results of training."""
+    """Optional mechanisms of planning windows (a few global batches of every job each), such as cutting long
+    samples into chunks. Each can be disabled to compare plans; none changes the results of training."""
 
     order: PipelineOrder | None = None
     """Schedule of a pipeline. None selects the one that is fastest in the simulator."""
@@ -29,7 +29,8 @@ class Mechanisms:
     """Whether samples are exchanged between microbatches after best fit, to reduce the number of
     microbatches."""
     hands_over: bool = True
-    """Whether a window of a pipeline may leave batches unfinished for the next one."""
+    """Whether a window of a pipeline may leave global batches unfinished, which the next window then
+    finishes."""
     cuts_samples: bool = True
     """Whether long samples may be cut into chunks that fill a pipeline."""
 
@@ -50,18 +51,19 @@ class Pacing:
     order: PipelineOrder | None = None
     """Schedule of the pipeline. None selects the one that is fastest in the simulator."""
     spare_microbatches: int = 0
-    """Number of microbatches in flight in addition to those of 1F1B, on all stages but the last."""
+    """Number of microbatches in flight in addition to those of the 1F1B schedule, on all stages but the
+    last."""
     min_chunk_rows: int = 0
     """Minimum rows of the chunks into which long samples may be cut. 0 means that samples stay whole."""
     min_rows: int = 0
-    """Minimum rows to which microbatches may be limited, so that they fill the pipeline better. 0 means a
-    quarter of the capacity."""
+    """Smallest maximum of rows per microbatch that the planner tries, since smaller microbatches may fill the
+    pipeline better. 0 means a quarter of the capacity."""
     searches_groups: bool = True
     """Whether divisions of the jobs into groups are compared by simulated time. Otherwise a formula divides
     them."""
     hands_over: bool = False
-    """Whether a window may leave batches unfinished, so that the pipeline does not drain before the next
-    window."""
+    """Whether a window may leave global batches unfinished, so that the pipeline does not drain before the
+    next window."""
 
 
 def plan_window(
@@ -107,8 +109,8 @@ def plan_window(
 
 def _pad_to_ladder(program: Program, capacity: int) -> Program:
     """Return the program with training microbatches padded to the few allowed sizes (see `ladder_size`).
-    Chunks are not padded, since their passes are not captured, and inherited microbatches are padded
-    already."""
+    Chunks of samples are not padded, since their passes are not captured as CUDA graphs, and microbatches
+    inherited from the previous window are padded already."""
     trained = {action.microbatch for action, _ in program.forward_passes() if isinstance(action, Forward)}
     padded = trained.difference(range(len(program.inherited)))
     return replace(
