@@ -102,7 +102,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
-        self._vector_size = 0
+        self._size_bytes = 0
         """Size of the file in bytes while the file is open; no other object writes to it."""
         self._unwritten: deque[bytes] = deque(maxlen=MAX_PENDING_LINES)
 
@@ -118,18 +118,18 @@ class LineFile:
         try:
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                self._vector_size = os.fstat(self._handle).st_size
+                self._size_bytes = os.fstat(self._handle).st_size
             try:
                 written = os.write(self._handle, content)
                 if written < len(content):
                     os.write(self._handle, content[written:])
             except OSError:
                 # Half a line would corrupt the next one.
-                os.ftruncate(self._handle, self._vector_size)
+                os.ftruncate(self._handle, self._size_bytes)
                 raise
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
-        self._vector_size += len(content)
+        self._size_bytes += len(content)
         self._unwritten.clear()
 
     def filter_lines(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:

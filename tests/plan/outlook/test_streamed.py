@@ -75,7 +75,7 @@ def found():
 @pytest.mark.parametrize(
     ("device", "jobs", "travels", "offloads"),
     [
-        pytest.param(place(13), alike(2), False, True, marks=pytest.mark.slow),
+        pytest.param(place(15), alike(2), False, True, marks=pytest.mark.slow),
         pytest.param(place(9), alike(4, batch=1, rank=256), True, False, marks=pytest.mark.slow),
         (place(7.5), alike(4, length=2000), True, True),
     ],

@@ -88,8 +88,8 @@ def first_window(
     """
     paces = tuple(guess_pace(stage.layer_count) for stage in choice.layout.stages)
     pacing = choice.pacing(paces, hands_over=hands_over)
-    courses = [job_window(job.name, choice.window_rounds) for job in attached_jobs]
-    cut = shorten_windows(courses, choice.first_pace)
+    windows = [job_window(job.name, choice.window_rounds) for job in attached_jobs]
+    cut = shorten_windows(windows, choice.first_pace)
     return plan_predicted_window(choice, attached_jobs, cut, pacing, uses_free_memory=hands_over)
 
 

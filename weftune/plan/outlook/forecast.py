@@ -129,8 +129,8 @@ def price_window(choice: LayoutChoice, job_window: JobWindowOf, times: StageTime
     window = _training_window(choice, choice.attached_jobs, job_window)
     forecast = forecast_window(window, times)
     at_once = forecast_window(window, replace(times, link=None))
-    layers, recomputing_fraction = times.layers, window.program.recompute.recomputed_layers
-    again = min(1.0, recomputing_fraction * len(choice.layout.stages) / layers)
+    layers, recomputed_layers = times.layers, window.program.recompute.recomputed_layers
+    again = min(1.0, recomputed_layers * len(choice.layout.stages) / layers)
     return WindowPrice(
         tokens=forecast.tokens,
         seconds=forecast.seconds,

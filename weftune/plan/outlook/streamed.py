@@ -79,7 +79,7 @@ def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
     """Return the forecast of a round (one global batch of every job) with this layout, by the formula that
     the search for layouts uses."""
     draft = draft_from_layout(layout)
-    seconds, exposed_seconds, need = (
+    seconds, waiting_fraction, need = (
         case.round_seconds(draft),
         case.waiting_fraction(draft),
         case.device_bytes(draft),
@@ -91,7 +91,7 @@ def _forecast_round(case: StreamCase, layout: Layout) -> Forecast:
         steps=1,
         tokens=case.round_tokens,
         microbatches=math.ceil(case.round_tokens / case.capacity),
-        busy_seconds=seconds * (1.0 - exposed_seconds) * devices,
+        busy_seconds=seconds * (1.0 - waiting_fraction) * devices,
         devices=devices,
         peaks=(need - case.device.slack_bytes,) * devices,
         fits=need <= case.device.budget_bytes,
