@@ -256,9 +256,9 @@ class _Bench:
     def _measure_times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, previous_steps: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Run `rounds` passes, each followed by an optimizer step of every job, and return the times of the
-        passes and of the steps. `previous_steps` is the number of passes that were run before with these
-        jobs."""
+        """Run `rounds` passes, each followed by an optimizer step of every job if the case is a training
+        pass. Return the times of the passes and of the steps. `previous_steps` is the number of passes that
+        these jobs have run before."""
         times, steps = [], []
         program, vocabulary = _program(case, names, rounds, previous_steps), self._base.shape.vocabulary
         for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):

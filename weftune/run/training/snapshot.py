@@ -41,8 +41,8 @@ class Snapshot:
     """Maps the name of each vector in a checkpoint to the vector: the master weights, the moments, the best
     weights, the mean of the last weights."""
     memory: Tensor | None = None
-    """Page-locked memory that holds all vectors and is returned to a pool after use. None if the vectors are
-    not in the pool's memory."""
+    """Host memory that holds all vectors and is returned to a pool after use. None if the vectors are not in
+    a pool's memory."""
     copied_event: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -78,8 +78,8 @@ def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
 
 class Snapshots:
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        """Create an empty pool of host memory for snapshots. `device` is the device on which jobs train, and
-        `max_bytes` the maximum size of the pool in bytes."""
+        """Create an empty pool of host memory for snapshots. `device` is the device on which jobs train.
+        `max_bytes` is the maximum size of the pool in bytes; None derives it from the host's free memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_FRACTION))
