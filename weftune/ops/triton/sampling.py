@@ -15,7 +15,8 @@ from weftune.ops.triton.slots import STRIDE, hash_bits
 LOWEST = tl.constexpr(-40.0)
 """Difference from the largest score below which a token's probability is negligible in float32."""
 ROUNDS = tl.constexpr(9)
-"""Number of rounds of the search for a threshold. Each divides the interval by 8, in the end to 3e-7."""
+"""Number of rounds of the search for a threshold. Each round divides the interval by 8, so that its width is
+3e-7 in the end."""
 H = tl.constexpr(8)
 
 
@@ -89,9 +90,9 @@ def sample_row(
 
 @triton.jit
 def top_p_threshold(score_row, divisor, max_score, target_sum, V, C: tl.constexpr):
-    """Return a threshold, as a difference from the largest score. The tokens above it are the smallest set of
-    most probable tokens whose sum of exponentials reaches `target_sum`; tokens as probable as the last of
-    them are included."""
+    """Return the threshold of top-p sampling, as a difference from the largest score. The tokens above it are
+    the smallest set of most probable tokens whose sum of exponentials reaches `target_sum`; tokens as
+    probable as the last of them are included."""
     v_C, h_H = tl.arange(0, C), tl.arange(0, H)
     low, width = LOWEST, -LOWEST
     for _ in range(ROUNDS):
