@@ -1,4 +1,4 @@
-"""The part of an adapter's parameters that one shard of a divided base uses."""
+"""The part of an adapter's parameters that one shard uses, a worker that holds a part of every layer."""
 
 from __future__ import annotations
 

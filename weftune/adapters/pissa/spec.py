@@ -31,8 +31,8 @@ class PissaSpec(LoraSpec):
         return {**own, FIRST_A: own[A], FIRST_B: own[B]}
 
     def as_lora(self) -> LoraSpec:
-        """Return the spec of the equivalent LoRA adapter of the unchanged base: [A; A₀] and [B, −B₀], with
-        twice the rank and the same scale."""
+        """Return the spec of the equivalent LoRA adapter of the unchanged base. That adapter has the matrices
+        [A; A₀] and [B, −B₀], twice the rank and the same scale."""
         keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}
         more = 2.0**0.5 if self.rslora else 2.0
         return LoraSpec(
