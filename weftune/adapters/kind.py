@@ -54,7 +54,8 @@ class NewAdapter:
 
     adapter: JobAdapter
     parameters: Parameters
-    """Parameters at all adapted linears, or at those of one stage (a range of layers), on any device."""
+    """Parameters at all adapted linears, or at the adapted linears of one stage (a range of layers), on any
+    device."""
     draw_device: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None
@@ -154,15 +155,15 @@ class SiteBank:
         del self._attached[job]
 
     def segments(self, active_pass: Pass) -> list[Segment]:
-        """Return the segments (ranges of one job's rows) of the pass whose jobs have an adapter in this
-        bank."""
+        """Return the segments (ranges of one job's rows) of the pass whose jobs have an adapter of this
+        bank's kind at these linears."""
         return [
             segment for segment in active_pass.microbatch.segments if segment.adapter_job in self._attached
         ]
 
     def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
-        """Return the changes that this bank's jobs make to the linear `site`, whose weights in the base are
-        `frozen`."""
+        """Return the changes that the adapters in this bank (the parameters of all jobs of a kind) make to
+        the linear `site`, whose weights in the base are `frozen`."""
         raise NotImplementedError
 
 

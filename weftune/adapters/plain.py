@@ -283,8 +283,8 @@ class PlainKind:
         return self.part(job_site) if self.adapts(job_site.adapter.spec, job_site.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for all jobs' adapters on a layer's experts. Called only for adapters that have
-        parameters at experts."""
+        """Return an empty object for the parameters of all jobs' adapters on a layer's experts. Called only
+        for adapters that have parameters at experts."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:
@@ -380,7 +380,7 @@ class PlainKind:
         write_folder(folder, {**tensors, **more}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        """Write to `target` an equivalent of the adapter in `folder` with the same rank and alpha at all
+        """Write to `target` an equivalent of the adapter in `folder` that has one rank and one alpha at all
         linears, for servers that support only such adapters. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
         if KINDS[self.name].is_mergeable:

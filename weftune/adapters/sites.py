@@ -1,8 +1,9 @@
 """Groups of sites (adapted linears), the adapters attached to them, and their outputs in the current pass.
 
 A group of linears with the same input multiplies all rows by the stacked frozen weights once, and the
-adapters change the inputs and outputs of their rows. On the tiled route, kernels do all of this at once for
-every kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs.
+adapters change the inputs and outputs of their jobs' rows. On the tiled route (the GPU kernels), kernels do
+all of this at once for every kind that has the form of LoRA with scales. If no pass is bound, the base's own
+forward runs.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """

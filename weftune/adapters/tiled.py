@@ -89,7 +89,8 @@ class TiledBank:
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
-        """Flags that say which tables, such as those of scales, exist in addition to the table of A and B."""
+        """Flags that say whether there are tables of scales, of DoRA's factors and of VeRA's vectors in
+        addition to the table of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:

@@ -67,9 +67,9 @@ class VectorLayout:
 
     @cached_property
     def _contiguous_runs(self) -> list[list[tuple[int, int]]]:
-        """All parameters, as (index, start in the flat vector), in runs of equal shapes and equal distances,
-        usually those of one module in every layer. One call creates all views of a run, which saves time for
-        the hundreds of parameters of an adapter."""
+        """All parameters, each as (index, start in the flat vector), grouped into runs of equal shapes and
+        equal distances, usually the same parameter in every layer. One call creates all views of a run, which
+        saves time for the hundreds of parameters of an adapter."""
         runs_by_shape: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
         for index, parameter in enumerate(self.parameters):
@@ -84,7 +84,8 @@ class VectorLayout:
         return runs
 
     def parameter_views(self, vector: Tensor) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in `vector` by (site, name), as views of its memory."""
+        """Return a dict from (linear's name, parameter name) to the parameter in `vector`, as a view of its
+        memory."""
         assert vector.shape == (self.size,), "the vector does not fit the layout"
         assert vector.is_contiguous()
         parameter_views: list[Tensor] = [vector] * len(self.parameters)

@@ -95,7 +95,8 @@ class Update:
         return replace(self, state=state, rates=tuple(runs))
 
     def split_by_rate(self) -> list[Update]:
-        """Split the step into one update per range of parameters with the same learning rate."""
+        """Split the optimizer step into one update for each range of parameters with the same learning
+        rate."""
         if not self.rates:
             return [self]
         assert self.rates[-1].stop == self.state.master.numel(), "the rates are those of another vector"

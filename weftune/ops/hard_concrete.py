@@ -31,8 +31,8 @@ float32."""
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A sparse trained matrix that is added to a frozen weight (the difference) and the parameters α of its
-    gates, or the accumulators of the gradients of both."""
+    """A trained difference to a frozen weight and the parameters α of its gates. Also used for the
+    accumulators of their gradients."""
 
     w_NK: Tensor
     alpha_NK: Tensor

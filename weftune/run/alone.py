@@ -46,8 +46,8 @@ class Alone:
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, is_asynchronous
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
-        """Maps each evaluation (job, step) of the current window to the number of its microbatches that have
-        not run yet."""
+        """Maps each evaluation (job, step) of the Program that is running to the number of its microbatches
+        that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._unreported_passes: list[TimedPass] = []
         """Passes that have run since the last optimizer step and have not been reported yet."""
@@ -215,8 +215,8 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def end_early(self) -> bool:
-        """Drop unfinished global batches. Return True, which ends the window at once, since there is no other
-        worker that waits for tensors."""
+        """Drop unfinished global batches. Return True, which ends the window (the run of one Program) at
+        once, since there is no other worker that waits for tensors."""
         self._unreported_passes = []
         self._adapters.abandon()
         return True

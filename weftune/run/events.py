@@ -1,5 +1,5 @@
-"""Events that the executor reports while it runs a Program (the list of every worker's actions in a
-window)."""
+"""Events that the executor reports while it runs a Program, the planned actions of every worker for a few
+global batches."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
 
 
 def score_event(scores: Scored) -> Scored | Failed:
-    """Return the event that reports the scores of samples: the scores themselves, or `Failed` if one of them
-    is not finite."""
+    """Return the event that reports the scores of samples: the scores themselves, or `Failed` if a score is
+    not finite."""
     for sample, logprob in zip(scores.samples, scores.logprobs, strict=True):
         if not math.isfinite(logprob):
             return Failed(scores.job, f"the reference log-probability of its sample {sample} is {logprob}")

@@ -103,18 +103,18 @@ class Executor:
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = fetch_from(NOTHING_TO_DO, {})
         self._trained_microbatches: frozenset[int] = frozenset()
-        """Indices of the microbatches whose training forward this worker runs in the current window."""
+        """Indices of the microbatches whose training forward this worker runs in the current Program."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
         """Maps (job, step, offset of the sample) to the attention keys and values of a long sample, which is
         cut into chunks that are being processed one by one."""
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished. Some of their microbatches are in flight on
+        """Global batches that the last Program left unfinished. Some of their microbatches are in flight on
         this worker."""
         self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
         """Plan and device tensors of the next microbatch. None unless they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
-        """Function that is called after every pass of a window, when no adapters are bound to the base, so
+        """Function that is called after every pass over a stage, when no adapters are bound to the base, so
         that a chat decoder can generate tokens with the base. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
@@ -156,14 +156,15 @@ class Executor:
 
     def use_mean_weights(self, job: str) -> None:
         """Make passes read the mean of the job's weights after its last steps, which a sweep (a search over
-        hyperparameters) evaluates. Called between windows; the job makes no optimizer step until
+        hyperparameters) evaluates. Called between two Programs; the job makes no optimizer step until
         `use_latest_weights`."""
         self.adapters.use_weights(job, self.attached[job].evaluated_weights)
         # The mean is no version that any step computed.
         self._set_version(job, -1 - self.attached[job].progress.step)
 
     def use_latest_weights(self, job: str) -> None:
-        """Make passes read the job's latest weights again. Called between windows."""
+        """Make passes read the job's latest weights again, after `use_mean_weights`. Called between two
+        Programs."""
         self.adapters.use_weights(job, self.attached[job].master)
         self._set_version(job, self.attached[job].progress.step)
 
@@ -183,7 +184,8 @@ class Executor:
             return self.writer.snapshots.take_snapshot(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Save a checkpoint between windows. In a run of one process this does the same as `save`."""
+        """Save a checkpoint between the runs of two Programs. In a run of one process this does the same as
+        `save`."""
         self.save(job, folder)
 
     def take_unsaved(self) -> list[Unsaved]:
@@ -209,10 +211,11 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         is_overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run this worker's actions of the Program, which covers one window, and yield events. Microbatches
-        that are in flight at the window's end are kept for the next window. After `stop` returns True, the
-        run ends as soon as no global batch is unfinished. If that takes too long, or if `is_overdue` returns
-        True, the run ends immediately and unfinished global batches are dropped."""
+        """Run this worker's actions of the Program, which covers one window (a few global batches of every
+        job), and yield events. Microbatches that are in flight at the end are kept for the next Program.
+        After `stop` returns True, the run ends as soon as no global batch is unfinished. If that takes too
+        long, or if `is_overdue` returns True, the run ends immediately and unfinished global batches are
+        dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
             self._continue_microbatches(program)
@@ -234,7 +237,7 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _continue_microbatches(self, program: Program) -> None:
-        """Give the microbatches that the last window left in flight the indices that they have in this
+        """Give the microbatches that the last Program left in flight the indices that they have in this
         Program, or drop them if this Program does not contain them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}

@@ -58,14 +58,14 @@ class Agreement(Protocol):
 
     @property
     def shortage(self) -> str:
-        """Reason why this worker has stopped computing in this window, such as a lack of memory. Empty if it
-        has not stopped."""
+        """Reason why this worker has stopped computing before the end of its Program, such as a lack of
+        memory. Empty if it has not stopped."""
 
     def begin_window(self, program: Program) -> None: ...
 
     def end_window(self, wait_time: WaitTime) -> None:
-        """End a window. `wait_time` is the time that the device has waited for data from the host since the
-        run began."""
+        """End a window (the run of one Program). `wait_time` is the time that the device has waited for data
+        from the host since the run began."""
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
         """Return the part of a planned microbatch that this worker computes: rows of failed jobs are left
@@ -112,12 +112,12 @@ class Agreement(Protocol):
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
     def report_shortage(self, reason: str) -> None:
-        """Record that a pass ran out of memory, or raise an error if this window cannot continue. Called
+        """Record that a pass ran out of memory, or raise an error if the Program cannot continue. Called
         after this worker has dropped its unfinished work; `reason` is the message of the memory error."""
 
     def end_early(self) -> bool:
-        """Stop computing before the end of the window. Return True if the window ends now, and False if other
-        workers still wait for tensors from this worker."""
+        """Stop computing before the end of the Program. Return True if its run ends now, and False if it
+        continues because other workers still wait for tensors from this worker."""
 
 
 def fetch_from(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:

@@ -64,7 +64,8 @@ class ResidentAdapters:
                 self._shards.drop_gradient(job)
 
     def use_weights(self, job: str, weights: Tensor) -> None:
-        """Make passes read `weights` as the job's weights until the next call. Called between windows."""
+        """Make passes read `weights` as the job's weights until the next call. Called between two
+        Programs."""
         with self._adapted.on_stream():
             if self._shards is not None:
                 self._shards.update_weights(job, weights)

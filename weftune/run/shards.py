@@ -41,7 +41,7 @@ class LocalPart:
 
     layout: VectorLayout
     positions: Tensor
-    """Index of each of the part's values in the job's whole flat vector."""
+    """Index of each value of this part in the job's whole flat vector of parameters."""
     is_counted: Tensor
     """Whether this shard's gradient of each value is added to the sum over shards. For values such as virtual
     tokens and trained embeddings, whose whole gradient every shard computes, only the first shard's gradient
@@ -81,8 +81,8 @@ class Shards:
         self._parts[job].gradient.zero_()
 
     def update_weights(self, job: str, weights: Tensor) -> None:
-        """Copy a job's new weights to the part that passes over this shard read. `weights` is the job's whole
-        flat vector."""
+        """Make passes over this shard (a worker's part of every layer) read a job's new weights. `weights` is
+        the job's whole flat vector."""
         part = self._parts[job]
         part.weights.copy_(weights[part.positions])
 

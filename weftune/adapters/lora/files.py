@@ -1,7 +1,7 @@
 """PEFT adapter folders of LoRA: reading, writing, export with one scale for servers, and merging into the
 weights of a base.
 
-Shapes: r rank, K inputs, N outputs of a site; E experts; n trained tokens, D hidden width.
+Shapes: r rank, K inputs, N outputs of a linear; E experts; n trained tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def refuse_other_shape(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write an equivalent of the adapter in `folder` to `target`, with the same rank and the scale 1 at all
-    linears, for servers that support no others. Return the rank."""
+    """Write an equivalent of the adapter in `folder` to `target`, with one rank and the scale 1 at all
+    linears, so that vLLM and SGLang scale it correctly. Return the rank."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
     if spec.target_parameters:

@@ -1,5 +1,5 @@
-"""The keys of a PiSSA adapter in a jobs file: those of a LoRA adapter and one more. This module does not
-import torch."""
+"""The keys of a PiSSA adapter in a jobs file: the keys of a LoRA adapter and `svd_iterations`. This module
+does not import torch."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class PlanTrial:
     depends, except the machine."""
 
     plans: tuple[ProductPlan, ...]
-    """Product plans (methods of the tiled kernels) that the trial compares."""
+    """Product plans (methods of the tiled kernels) whose times the trial compares."""
     dtype: torch.dtype
     features: int
     widths: tuple[int, ...]
@@ -85,8 +85,8 @@ class PlanTrial:
         group: Group,
         rows: Rows,
     ) -> PlanTrial:
-        """Return the trial that compares `plans` for a group of linears and the rows of a microbatch.
-        `residual` says whether a residual is added to the linears' output."""
+        """Return the trial that times `plans` for a group of linears and the rows of a microbatch. `residual`
+        says whether a residual is added to the linears' output."""
         return cls(
             plans=plans,
             dtype=dtype,
@@ -105,7 +105,7 @@ class PlanTrial:
 
     @property
     def key(self) -> str:
-        """Human-readable key under which the cache file stores the result of the trial."""
+        """Human-readable key under which the cache file stores the times that the trial has measured."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
@@ -124,7 +124,8 @@ Measure = Callable[[PlanTrial], Mapping[ProductPlan, float]]
 """A function that runs a trial and returns the time in microseconds of every plan that the device can run. It
 raises `torch.OutOfMemoryError` if the trial does not fit into memory."""
 Compile = Callable[[PlanTrial, ProductPlan], None]
-"""A function that compiles the kernels of a product plan for the shapes of a trial."""
+"""A function that compiles the kernels of a product plan for the shapes of a trial, which will time the
+plan."""
 
 
 class Choices:
@@ -199,7 +200,7 @@ class Choices:
         plans: tuple[ProductPlan, ...],
     ) -> ProductPlan:
         """Return the product plan (method of the tiled kernels) with which a linear is computed: the fastest
-        of `plans` in a trial, or the first of them if no trial is possible."""
+        of `plans` as measured in a trial, or the first of them if they cannot be timed."""
         if self.forced_plan is not None:
             return self.forced_plan
         if self._file is None or self.is_pinned or len(plans) == 1:

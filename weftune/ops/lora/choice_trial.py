@@ -38,7 +38,7 @@ rounds take longer."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
 """Minimum and maximum number of rounds of a trial. A round times every plan once."""
 HEAD_START = 4_000_000
-"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches one round
+"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches the runs
 of all plans, so that launch latency is not measured."""
 
 

@@ -129,7 +129,8 @@ def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) 
 
 
 def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
-    """Return the compile-time constants that both kernels for few rows need."""
+    """Return the compile-time constants that both kernels for few rows (`down_share` and `up_shares`)
+    need."""
     launch = choose_launch(rank_block(group.rank), x_TK.dtype)
     return {
         "S": len(rows.key_S),

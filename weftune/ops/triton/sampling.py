@@ -33,12 +33,10 @@ def sample_row(
     B,
     C: tl.constexpr,
 ):
-    """Choose the token of a row by its scores, and compute its log-probability by the logits.
-
-    `settings` has for each row a temperature (0 is greedy), top-p and a key of random numbers. The tokens of
-    top-p are those above a threshold, which a search finds without sorting. Equally probable tokens are all
-    kept or all dropped.
-    """
+    """Choose the token of a row by its scores, and compute its log-probability by the logits. `settings` has
+    for each row a temperature (0 is greedy), top-p and a key of random numbers. Top-p keeps the tokens above
+    a threshold, which is found by a search without sorting. Equally probable tokens are all kept or all
+    dropped."""
     row = tl.program_id(0)
     temperature = tl.load(settings + row).to(tl.float32, bitcast=True)
     top_p = tl.load(settings + B + row).to(tl.float32, bitcast=True)

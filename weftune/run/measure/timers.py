@@ -76,7 +76,8 @@ class ActionTimer:
         self._began = self._clock.mark()
 
     def begin_window(self) -> None:
-        """Restart the clock for a new window, since a GPU's clock drifts from the machine's clock."""
+        """Restart the clock for a new window (the run of one Program), since a GPU's clock drifts from the
+        machine's clock."""
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
@@ -93,8 +94,8 @@ class ActionTimer:
         return DeviceSpan(self._began, self._clock.mark())
 
     def machine_times(self, span: DeviceSpan) -> tuple[float, float]:
-        """Return start and end of an action in seconds of the machine's clock. The result is valid only in
-        the window in which the action ran."""
+        """Return start and end of an action in seconds of the machine's clock. The result is valid only until
+        the next call of `begin_window`."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 

@@ -1,5 +1,5 @@
-"""A base model with the adapters of all attached jobs. All parts of an executor (weights, activations,
-passes, adapters) share it."""
+"""A base model with the adapters of all attached jobs. It is shared by all parts of an executor, such as its
+passes and its adapter state."""
 
 from __future__ import annotations
 

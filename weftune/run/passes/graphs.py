@@ -3,10 +3,10 @@ launches.
 
 A graph is captured for a stage, a key and an instance, the number of a memory pool. The key consists of the
 number of rows, the buckets (rounded-up values) of the longest sample and of the number of samples (or their
-exact values if all samples are equally long), the limits of the adapter banks, and the layers that are
-recomputed. The attached jobs and the positions of their rows are values of tensors that the graph reads, so
-jobs can change without another capture. Every microbatch in flight uses a separate instance, whose memory
-pool holds the results of its forward until its backward.
+exact values if all samples are equally long), the limits of the attached adapters (such as the largest rank),
+and the layers that are recomputed. The attached jobs and the positions of their rows are values of tensors
+that the graph reads, so jobs can change without another capture. Every microbatch in flight uses a separate
+instance, whose memory pool holds the results of its forward until its backward.
 
 Shapes: T rows, D hidden width.
 """
@@ -41,8 +41,8 @@ MAX_GRAPHS = 128
 
 
 GraphPlace = tuple[GraphKey, int, int]
-"""Key, stage and instance of a captured graph. The instance is the number of its memory pool; microbatches
-that are in flight at the same time use different instances."""
+"""Key, stage and instance of a captured graph. The instance is the number of the memory pool that the graph
+uses; microbatches in flight at the same time use different instances."""
 
 
 class CapturedPasses:

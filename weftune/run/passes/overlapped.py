@@ -89,7 +89,7 @@ class _OpenPass:
 
 class OverlappedPasses:
     """The part of an executor that runs passes half a layer (an attention or a feed-forward) at a time, and
-    keeps those that have begun and not ended. Such passes are neither captured as CUDA graphs nor
+    keeps passes that have begun and not ended. Such passes are neither captured as CUDA graphs nor
     recomputed."""
 
     def __init__(self, adapted: AdaptedBase) -> None:

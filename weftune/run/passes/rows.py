@@ -173,8 +173,8 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return a copy of `visits` with new microbatch indices in its keys. `numbers` maps each old index to the
-    new one."""
+    """Return a copy of `visits` with new microbatch indices in its keys, which are passes of microbatches
+    over stages. `numbers` maps each old index to the new one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 

@@ -73,12 +73,12 @@ class _Scored:
 
     segment: Segment
     scores: SampleScores
-    """Log-probabilities of the segment's target tokens. They include sample boundaries, unless the objective
-    is supervised fine-tuning."""
+    """Log-probabilities of the target tokens in the segment (the rows of one job). They include sample
+    boundaries, unless the objective is supervised fine-tuning."""
     correct_S: Tensor
     last_rows: list[int]
-    """Index of the last row of each sample of the segment. Empty if the objective is supervised
-    fine-tuning."""
+    """Index of the last row of each sample in the segment (the rows of one job). Empty if the objective is
+    supervised fine-tuning."""
 
 
 class Scorer:
@@ -112,8 +112,8 @@ class Scorer:
             )
 
     def begin_window(self) -> None:
-        """Drop the scores for the KL term of KTO, which are used only in the window in which they were
-        computed."""
+        """Drop the scores for the KL term of KTO, since a new Program begins: scores are used only in the
+        Program that computes them."""
         self._log_ratios.clear()
 
     def record_mismatched_scores(

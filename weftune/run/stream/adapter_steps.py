@@ -111,7 +111,7 @@ class _BufferedPiece:
 
     @property
     def update(self) -> Update:
-        """The optimizer update of the whole job to which this piece belongs, with its state in host
+        """The optimizer update of the whole job to which these parameters belong, with its state in host
         memory."""
         return self.part.run.updates[self.part.job_index]
 
@@ -121,8 +121,8 @@ class _BufferedPiece:
 
 
 class HostSteps:
-    """The part of an executor that makes the optimizer steps of all attached jobs on the device, piece by
-    piece. Between the steps, master weights and moments are in host memory."""
+    """The part of an executor that makes the optimizer steps of all attached jobs on the device, a range of
+    parameters at a time. Between the steps, master weights and moments are in host memory."""
 
     def __init__(
         self,
@@ -145,13 +145,14 @@ class HostSteps:
         """Maps (job, stage) to a CUDA event after the last update that was started there. The entry is
         removed when a pass has waited for the event."""
         self._return_events: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to a CUDA event after which the last updated piece of the stage has been copied
-        back to the host."""
+        """Maps each stage to a CUDA event after which the last updated parameters of the stage have been
+        copied back to the host."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
     def attach(self, training: Training, parts: Mapping[int, StagePart]) -> None:
-        """Register a job, and enlarge the device's buffers if they are too small for its pieces."""
+        """Register a job, and enlarge the device's buffers for optimizer steps if they are too small for the
+        job's parameters."""
         self._parts[training.job] = parts
         self._stage_sizes.update(_piece_sizes(parts, training.layout.size))
         capacity = min(PIECE, max(self._stage_sizes.values(), default=0))
@@ -261,8 +262,8 @@ class HostSteps:
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
-        """Divide the pieces that are to be updated for the pairs (job, stage) into lists, and yield the
-        lists. The pieces of one list fit into one buffer on the device."""
+        """Divide the pieces (consecutive parameters) that are to be updated for the pairs (job, stage) into
+        lists, and yield the lists. The pieces of one list fit into one buffer on the device."""
         buffered_pieces: list[_BufferedPiece] = []
         for pair in pairs:
             part = self._pending_parts[pair]
@@ -305,8 +306,9 @@ class HostSteps:
     def _update(
         self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
     ) -> None:
-        """Apply the optimizer steps of the pieces in the buffer, and copy new weights to the memory that
-        passes read. `device_states` contains the optimizer state of each piece on the device."""
+        """Apply the optimizer steps of the pieces (consecutive parameters of jobs) in the buffer, and copy
+        new weights to the memory that passes read. `device_states` contains the optimizer state of each piece
+        on the device."""
         factors = [
             one.part.run.factor_J[one.part.job_index]
             for one in buffered_pieces
@@ -383,7 +385,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class PieceLanes:
-    """Three CUDA streams beside the compute stream, for copies and updates of the pieces of optimizer steps.
+    """Three CUDA streams beside the compute stream, for copies and updates of the pieces (consecutive
+    parameters) of optimizer steps.
 
     Updates have a separate stream, since an update waits while a matrix product occupies every
     multiprocessor, and the next copies must not wait for the update.
@@ -392,7 +395,7 @@ class PieceLanes:
     copy_in: torch.cuda.Stream
     """CUDA stream of copies from host to device."""
     update: torch.cuda.Stream
-    """CUDA stream of updates of pieces that have arrived on the device."""
+    """CUDA stream of optimizer updates, whose parameters and moments have arrived on the device."""
     copy_out: torch.cuda.Stream
     """CUDA stream of copies from device to host."""
 

@@ -73,8 +73,8 @@ class AdapterTransfers:
         self._device_gradients: set[JobStage] = set()
         """Pairs (job, stage) whose gradient is on the device and has not been copied to the host."""
         self._squares: dict[str, list[Tensor]] = {}
-        """Maps each job to the sums of squares of those parts of its gradient that have been summed before
-        their copy to the host."""
+        """Maps each job to the sums of squares that have been computed for parts of its gradient before their
+        copy to the host."""
         self._loaded_stages: dict[int, None] = {OUTSIDE_STAGE: None}
         """Stages that are on the device, or will be once all launched work is done, in the order of their
         arrival. The dict is used as an ordered set."""
@@ -207,7 +207,7 @@ class AdapterTransfers:
             }
 
     def _find_gradients(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return those of the pairs (job, stage) that have a gradient on the device."""
+        """Return the pairs (job, stage) among `pairs` that have a gradient on the device."""
         return [
             pair
             for pair in pairs

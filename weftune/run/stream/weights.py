@@ -36,7 +36,7 @@ class ResidentWeights:
         self.wait_time = WaitTime()
 
     def begin_window(self) -> None:
-        """Load the stages that must be on the device when a window begins. A resident base is always
+        """Load the stages that must be on the device when a Program begins. A resident base is always
         loaded."""
 
     def load(self, stage: int) -> None:
@@ -128,8 +128,8 @@ class StreamedWeights:
         self.wait_time.record_wait(ready, recorded_event())
 
     def begin_window(self) -> None:
-        """Load the stages that must be on the device when a window begins, and evict others that an
-        unfinished window has left there."""
+        """Load the stages that must be on the device when a Program begins, and evict others that an
+        unfinished Program has left there."""
         waiting = set(self.base.part.initial_stages)
         for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)
@@ -139,7 +139,8 @@ class StreamedWeights:
             self.load(stage)
 
     def copy_stage(self, stage: int) -> None:
-        """Copy a stage's bytes from host memory or files into the stage's slot on the device."""
+        """Copy a stage's bytes from host memory or files into the stage's slot, device memory in which stages
+        take turns."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
 
@@ -163,7 +164,7 @@ class _GpuQueue:
         """Maps each stage to the CUDA event of its adapters' latest arrival on the device."""
         self._write_events: dict[int, torch.cuda.Event] = {}
         """Maps each stage to a CUDA event after which the last optimizer step may overwrite the stage's
-        adapters in its slot, since no earlier pass or copy uses that memory any longer."""
+        adapters on the device, since no earlier pass or copy uses that memory any longer."""
         self._last_step: torch.cuda.Event | None = None
         """CUDA event after which all passes launched before the last optimizer step was requested are
         finished."""
@@ -201,7 +202,7 @@ class _GpuQueue:
 
     def wait_for_compute(self) -> None:
         """Make the stream of Loads wait for the compute stream, which may still be copying the weights of a
-        newly attached job into a slot."""
+        newly attached job to the memory of a stage."""
         self._load_stream.wait_stream(torch.cuda.current_stream())
 
     def mark_step(self) -> Events:
@@ -214,8 +215,8 @@ class _GpuQueue:
 
     def writable_events(self, stage: int) -> Events:
         """Return the CUDA events after which the stage's adapters may be overwritten by an optimizer step.
-        Since the last step was requested, the stage may have been loaded into a slot from which another
-        stage's adapters are still read."""
+        Since the last step was requested, the stage may have been loaded into device memory from which
+        another stage's adapters are still read."""
         events = (self._last_step, self._write_events.get(stage))
         return tuple(event for event in events if event is not None)
 

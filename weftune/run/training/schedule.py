@@ -1,4 +1,5 @@
-"""Learning-rate schedules with the same values as those of transformers. Steps are counted from 1."""
+"""Learning-rate schedules, which give the same values as the schedules of transformers. Optimizer steps are
+counted from 1."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Progress:
     stale: int = 0
     """Number of evaluations since the last one that improved enough on the best."""
     evaluated: int = -1
-    """Step of the last evaluation. −1 if there has been none."""
+    """Optimizer step of the last evaluation. −1 if there has been none."""
     evaluated_loss: float | None = None
     """Validation loss of the last evaluation that the job itself requested."""
     evaluated_score: float | None = None
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(slots=True)
 class OpenBatch:
-    """Sums over those microbatches of an unfinished global batch that have run so far."""
+    """Sums over the microbatches of an unfinished global batch that have run so far."""
 
     loss: Tensor
     correct: Tensor
@@ -203,8 +203,8 @@ class Training:
 
     @property
     def evaluated_weights(self) -> Tensor:
-        """Weights with which a sweep evaluates a trial: the mean of the last master weights, or the master
-        weights if there is no mean."""
+        """Weights with which a sweep (a search over hyperparameters) evaluates the job: the mean of the last
+        master weights, or the master weights if there is no mean."""
         return self.mean_weights if self.mean_weights is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:

@@ -74,7 +74,8 @@ class StepRun:
     """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
-    """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
+    """For each job whose update is made in pieces (ranges of parameters), whether the new weights of each
+    piece are finite."""
     arrival_events: tuple[torch.cuda.Event, ...] = ()
     """CUDA events after which all gradients are on the host. Empty if gradients are not copied to the
     host."""

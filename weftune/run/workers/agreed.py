@@ -48,7 +48,8 @@ if a worker could not finish the batch."""
 @dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action that a worker has run, with its start and end on the worker's device in seconds of the
-    machine's clock. The time that a Reduce or a Step waits for messages of other workers is not included."""
+    machine's clock. The time that a Reduce or Step action waits for messages of other workers is not
+    included."""
 
     action: Action
     start: float
@@ -57,7 +58,7 @@ class TimedAction:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """The report on a window that each worker sends to the first worker after its last action."""
+    """The report that each worker sends to the first worker after its last action of a Program."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
@@ -66,8 +67,8 @@ class WorkerReport:
     the step is made, to the reason of the failure."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
-    """Reason why this worker stopped computing in this window, such as a lack of memory. Empty if it computed
-    everything."""
+    """Reason why this worker stopped computing before the end of the Program, such as a lack of memory. Empty
+    if it computed everything."""
     copied_bytes: int = 0
     """Number of bytes copied from the host to the device since the worker began, if its stages are
     streamed."""
@@ -157,14 +158,14 @@ class Agreed:
         return iter(())
 
     def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Record the evaluation sums in this worker's report. At the window's end the first worker adds up
-        the sums of all workers."""
+        """Record the evaluation sums in this worker's report. At the end of the Program the first worker adds
+        up the sums of all workers."""
         self.report.evaluations += sums
         return iter(())
 
     def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
-        """Record the scores in this worker's report. The first worker yields their events at the window's
-        end."""
+        """Record the scores in this worker's report. The first worker yields their events at the end of the
+        Program."""
         self.report.scores += scores
         return iter(())
 
@@ -285,7 +286,8 @@ class Agreed:
             self._action_spans.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark each job of these steps as failed on all shards if it has failed on any shard."""
+        """Mark each job that is to make one of these optimizer steps as failed on all shards if it has failed
+        on any shard (worker with a part of every layer)."""
         dead = shards.any_over_shards([step.job in self._roster.failed_jobs for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.failed_jobs:

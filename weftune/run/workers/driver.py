@@ -65,8 +65,8 @@ from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import load_part, loaded_base, shard_team, worker_executor
 
 STOP_CHECK_SECONDS = 0.5
-"""Seconds between two checks whether the user has requested a stop, while the other workers finish their
-windows."""
+"""Seconds between two checks whether the user has requested a stop, while the other workers finish the
+Program."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Driver:
         self.layout = layout
         self.paces = Paces([stage.layer_count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
-        """Reports of the workers on the last window, in the order of workers."""
+        """Reports of all workers on the last Program, in the order of workers."""
         self.peaks: list[int] = []
         """Peak memory use, in bytes, of each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
@@ -135,16 +135,16 @@ class Driver:
         this checkpoint has been written. Only answers that arrived before this worker began the checkpoint
         are kept here."""
         self._window_reports: dict[int, WorkerReport] = {}
-        """Maps each other worker that has finished its actions of this window to its report."""
+        """Maps each other worker that has finished its actions of the current Program to its report."""
         self._awaited_evaluations: set[tuple[str, int]] = set()
-        """Evaluations (job, step) of this window whose result is not known yet."""
+        """Evaluations (job, step) of the current Program whose result is not known yet."""
         self._ends_early = False
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished. Their microbatches are in flight on all
+        """Global batches that the last Program left unfinished. Their microbatches are in flight on all
         workers."""
         self._seconds_before: dict[int, tuple[float, float]] = {}
         """Maps the index of each microbatch in flight to two times in seconds: of its forward passes and of
-        its backward passes in earlier windows."""
+        its backward passes in earlier Programs."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Driver:
         self.control.broadcast(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all workers and yield its events. A window that has begun is finished even if
+        """Run a Program on all workers and yield its events. A Program that has begun is finished even if
         `stop` returns True, unless that would take long: then nothing more is computed, and unfinished global
         batches are dropped."""
         self._ends_early, request = False, StopRequest(stop)
@@ -259,7 +259,7 @@ class Driver:
         yield from self._end_window(program)
 
     def _ends_window_early(self, request: StopRequest) -> bool:
-        """Return whether the window ends early because of a stop request that has waited too long. The first
+        """Return whether the Program ends early because of a stop request that has waited too long. The first
         call that returns True also sends this decision to all workers."""
         # Shards of the same layers would stop at different actions, and wait for one another.
         if request.is_overdue() and not self._ends_early and self.shards == 1:
@@ -294,7 +294,7 @@ class Driver:
             raise OutOfMemory("; ".join(short))
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
-        """Yield an event for every microbatch that has ended in this window, with the time of its pass over
+        """Yield an event for every microbatch that has ended in this Program, with the time of its pass over
         the base, a mean over workers."""
         directions = (ForwardPass | ForwardHalf, Backward | BackwardHalf)
         forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in directions)
@@ -369,7 +369,7 @@ class Driver:
 
     def save_now(self, job: str, folder: Path) -> None:
         """Request a checkpoint from all workers, unless one with the job's progress exists. Called between
-        windows; `finish_saves` waits until the checkpoint is written."""
+        two Programs; `finish_saves` waits until the checkpoint is written."""
         if checkpoint.has_progress(folder, self.attached[job].progress):
             return
         self.save(job, folder)
@@ -386,7 +386,7 @@ class Driver:
 
     def finish_saves(self, job: str) -> None:
         """Wait for the job's checkpoints, except checkpoints that need the result of an evaluation later in
-        this window."""
+        the Program."""
         while True:
             self._commit_checkpoints()
             keys = [

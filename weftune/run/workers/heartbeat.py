@@ -47,8 +47,8 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write this worker's first heartbeat to the store, and start to check those of the other workers.
-        Called before connecting, so that the loss of any connected worker is noticed."""
+        """Write this worker's first heartbeat to the store, and start to check the heartbeats of the other
+        workers. Called before connecting, so that the loss of any connected worker is noticed."""
         self._store.set(self._key(self._position.worker), "0")
         self._last_answer_time = time.monotonic()
         self._thread.start()

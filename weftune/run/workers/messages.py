@@ -65,8 +65,9 @@ class RunProgram:
 JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
 """Actions of a `JobCommand`. 'keep best': keep the current weights, since the last evaluation was the best.
 'show mean' and 'show master': make passes read the mean of the last weights, or the latest weights again.
-'save slice': write a slice of a checkpoint. 'detach': detach the job and return its weights. Only workers in
-`WorkerControl.writers` write slices and return weights, since the others hold the same weights."""
+'save slice': write this worker's file (slice) of a checkpoint. 'detach': detach the job and return its
+weights. Only workers in `WorkerControl.writers` write slices and return weights, since all other workers hold
+copies of the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ class End:
     """The command to end the worker, or only the Program that it is running."""
 
     ends_window_only: bool = False
-    """Whether only the running Program ends: the worker computes nothing more in this window. Such a command
-    is read at once, even while another command is executed."""
+    """Whether only the running Program ends: the worker computes nothing more in it. Such a command is read
+    at once, even while another command is executed."""
 
 
 Command = Begin | Attach | RunProgram | JobCommand | End
@@ -115,7 +116,7 @@ raised when it is taken from there."""
 
 class CommandReceiver:
     """The part of a worker that receives commands and sends answers. A thread receives the commands, so that
-    a command to end the window is read at once."""
+    a command to end the running Program is read at once."""
 
     def __init__(self, connections: WorkerConnections) -> None:
         (self._commands,), (self._reports,) = (

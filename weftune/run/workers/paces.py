@@ -123,7 +123,7 @@ class Paces:
         self, timed_action: TimedAction, seconds: float, program: Program, worker_stages: Sequence[_Stage]
     ) -> None:
         """Add the measured time of an action. For a pass that ran half a layer at a time, `seconds` includes
-        all of its parts and their waits, so that it is the time that the pass adds to the window."""
+        all of its parts and their waits, so that it is the time that the pass adds to the Program."""
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 plan = program.microbatches[number]
@@ -147,14 +147,14 @@ class Paces:
         return tuple(stage.guess_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
-        """Return the simulated time of a window in seconds, or None if not all stages have been measured."""
+        """Return the simulated time of a Program in seconds, or None if not all stages have been measured."""
         return mean(one.makespan for one in self.varied_timelines(program)) if self.has_measurements else None
 
     def timeline(self, program: Program) -> Timeline:
-        """Return the simulated timeline of a window in which every pass takes its predicted time."""
+        """Return the simulated timeline of a Program in which every pass takes its predicted time."""
         return predict_timeline(program, self.stages(), self.loads)
 
     def varied_timelines(self, program: Program) -> list[Timeline]:
-        """Return a few simulated timelines of the same window, in which the times of passes vary as much as
+        """Return a few simulated timelines of the same Program, in which the times of passes vary as much as
         the measured times did."""
         return vary_timelines(program, self.stages(), self.loads)

@@ -41,7 +41,7 @@ class Trace:
         self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Add the actions of the window that has just run, as reported by all workers."""
+        """Add the actions of the Program that has just run, as reported by all workers."""
         self._workers = max(self._workers, len(reports))
         for worker, report in enumerate(reports):
             for one in report.times:
@@ -67,7 +67,7 @@ class Trace:
 
 
 def make_timeline(reports: Sequence[WorkerReport]) -> Timeline:
-    """Return the measured timeline of a window in the same form as the simulator's timelines. A worker is
+    """Return the measured timeline of a Program in the same form as the simulator's timelines. A worker is
     busy in its passes and its optimizer steps."""
     passes = [
         Event(worker, Lane.compute, one.action, one.start, one.stop)

@@ -78,8 +78,9 @@ class Transport:
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post in advance the receives of a worker's list of actions. `sizes` maps each job to the number of
-        parameters that this worker holds."""
+        """Post in advance the receives in the actions of a worker. `worker` is the index of its list of
+        actions in the Program, and `sizes` maps each job to the number of parameters that this worker
+        holds."""
         actions = program.devices[worker]
         self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
         self.scores.expect(program, lambda job: SCORE_VALUES)
@@ -158,7 +159,7 @@ def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 
 class _Replica:
     """The messages from one worker of another replica (copy of the pipeline), in the order of that worker's
-    list of actions."""
+    actions in the Program."""
 
     def __init__(
         self, lane: PeerLane, shards: int, payload: Reduced, dtype: torch.dtype, device: torch.device

@@ -1,5 +1,5 @@
-"""A worker's part of the base, the executor that runs its list of actions, and the loop in which every worker
-of a pipeline except the first executes commands one by one."""
+"""A worker's part of the base, the executor that runs its actions of a Program, and the loop in which every
+worker of a pipeline except the first executes commands one by one."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def worker_executor(
     worker: int,
     team: ShardTeam | None = None,
 ) -> tuple[Executor, Agreed]:
-    """Return the executor that runs the list of actions with the index `worker`, and its agreement with the
-    other workers on optimizer steps."""
+    """Return the executor that runs the list of actions with the index `worker` in a Program, and its
+    agreement with the other workers on optimizer steps."""
 
     def make_agreement(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
         return Agreed(adapters, timer, transport, worker, shards)
