@@ -77,7 +77,7 @@ class AttachedJob:
     """Maps the number of each layer with prefix keys and values to the name of the linear under which they
     are stored."""
     tokens: TrainedTokens | None
-    """The rows of the embedding that the job trains. None if it trains none."""
+    """The trained rows of the embedding, one for each trained token. None if the job trains none."""
 
     @property
     def prefix_keys(self) -> int:
@@ -259,10 +259,10 @@ class Banks:
     def _refuse_shared_parameters(
         self, adapter: JobAdapter, layout: VectorLayout, in_host_memory: bool
     ) -> None:
-        """Raise AdapterError if all linears share parameters, whose gradient is a sum over all linears, and
-        the base is divided or adapters are in host memory. Virtual tokens are allowed: they get their
-        gradient at the embedding alone. So are trained rows of the embedding unless they are tied to the
-        head."""
+        """Raise AdapterError if all linears share parameters of the adapter, whose gradient is a sum over all
+        linears, and the base is divided among workers or adapters are in host memory. Virtual tokens are
+        allowed, since they get their gradient at the embedding alone. Trained rows of the embedding are
+        allowed unless they are tied to the head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not (self._is_partial or in_host_memory) or (not in_both and names <= {ROWS}):
@@ -313,8 +313,8 @@ class Banks:
 
     def limits(self) -> tuple[object, ...]:
         """Return the properties of the attached jobs on which a CUDA graph depends, such as the size of the
-        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while they
-        are equal."""
+        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while these
+        properties are unchanged."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:

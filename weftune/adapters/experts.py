@@ -27,7 +27,7 @@ MIN_SLOTS = 8
 class _ExpertSlot:
     adapter: JobAdapter
     index: int
-    """Index of the job in the kernels' tables."""
+    """Index of the job in the kernels' tables of these experts."""
     weights: Parameters
     totals: Parameters
 

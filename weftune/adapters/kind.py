@@ -43,7 +43,7 @@ class JobAdapter:
     spec: Any
     seed: int
     steps: int = 0
-    """Number of optimizer steps of the whole run, for kinds whose training has phases."""
+    """Number of optimizer steps of the job's whole training, for kinds whose training has phases."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text from which virtual tokens are initialised. Empty if the spec has no such text."""
 
@@ -111,7 +111,8 @@ class Pass:
     totals: Mapping[str, Parameters]
     """Maps each job to the accumulators of its gradients, by parameter."""
     rows: Rows | None = None
-    """The assignment of rows to the programs of the tiled kernels. None if the pass does not use them."""
+    """The assignment of rows to the programs of the tiled kernels. None if the pass does not use these
+    kernels."""
     choices: Choices | None = None
     """Choices between methods of the kernels, measured on this device."""
     gathered_rows: Mapping[str, GatheredRows] = field(default_factory=dict)

@@ -192,17 +192,17 @@ class PlainKind:
         raise NotImplementedError
 
     def start(self, new_adapter: NewAdapter) -> None:
-        """Initialise the parameters of a new adapter."""
+        """Set the initial values of all parameters of a new adapter."""
         raise NotImplementedError
 
     def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of a linear with the adapter merged into them."""
+        """Return the weight and the bias of a linear after the adapter has been merged into them."""
         raise self._unmergeable_error()
 
     # -- how it is stored: as in PEFT, if PEFT has the kind ----------------------------------------------
 
     def stored_name(self, site: str, name: str) -> str:
-        """Return the name of a parameter in an adapter file."""
+        """Return the name that a parameter has in an adapter file."""
         return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:

@@ -96,7 +96,8 @@ class SiteGroup:
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        """Return residual + the concatenated outputs of all linears of the group."""
+        """Return the concatenated outputs of all linears of the group, with adapters if a pass is bound, plus
+        the residual if it is given."""
         active_pass = self.current_pass.active_pass
         if active_pass is not None and active_pass.route is Route.tiled:
             found = self._tiled_output(x_TK, residual_TN, active_pass)

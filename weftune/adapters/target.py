@@ -105,8 +105,8 @@ class TargetSpec:
         return {("targets",): str(self.targets)} if is_one else {}
 
     def adapts(self, site: SiteShape) -> bool:
-        """Return whether the adapter has parameters at the linear. Kinds that support experts override
-        this."""
+        """Return whether the adapter has parameters at the linear. By default this is False for experts;
+        kinds that support experts override this method."""
         return not site.experts and self.targets_site(site.name)
 
     def shapes_at(self, site: SiteShape) -> Mapping[str, tuple[int, ...]]:
@@ -145,7 +145,8 @@ class TargetSpec:
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """Ids of tokens whose embeddings are trained, with their rows of the output layer if it is tied."""
+        """Ids of tokens whose embeddings are trained. If the output layer is tied to the embedding, its rows
+        for these tokens are trained, too."""
         return ()
 
     @property
@@ -247,14 +248,15 @@ def embedding_path(sites: Sequence[SiteShape]) -> str | None:
 
 
 def embedding_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the embedding: the input width of most linears of layer 0. 0 if `sites` has none of
-    them."""
+    """Return the width of the embedding: the most frequent input width of the linears of layer 0. 0 if
+    `sites` has no linear of layer 0."""
     return _most_common_width(_first_layer(sites))
 
 
 def last_hidden_width(sites: Sequence[SiteShape]) -> int:
-    """Return the width of the last hidden states: the input width of most linears of the last layer, or the
-    output width of a projection after it (OPT). 0 if `sites` has no linear of the last layer."""
+    """Return the width of the last hidden states: the most frequent input width of the linears of the last
+    layer, or the output width of a projection after it (OPT). 0 if `sites` has no linear of the last
+    layer."""
     width = _most_common_width(site for site in sites if site.in_last_layer)
     projections = (site.out_features for site in sites if ends_with(site.name, PROJECTION))
     return next(projections, width) if width else 0

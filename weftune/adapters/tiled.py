@@ -124,7 +124,7 @@ class TiledBank:
 
     def limits(self) -> tuple[object, ...]:
         """Return the values for which kernels are compiled and launched, such as the largest rank. A CUDA
-        graph can be replayed while they are equal."""
+        graph can be replayed while these values are unchanged."""
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, active_pass: Pass) -> Tensor:

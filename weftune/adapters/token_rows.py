@@ -69,7 +69,8 @@ def _embedding_scale(embedding: nn.Module, example: Tensor) -> Tensor | float:
 
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
-    """Return the trained tokens among a job's parameters. None if the job, or this stage, has none."""
+    """Return the trained token embeddings among a job's parameters. None if the job, or this stage of the
+    base, has none."""
     for (site, name), rows_nD in weights.items():
         if name == TOKENS:
             ids_n = torch.tensor(spec.trained_tokens, device=rows_nD.device)

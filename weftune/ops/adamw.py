@@ -34,7 +34,7 @@ OP = "AdamW"
 @dataclass(frozen=True, slots=True)
 class AdamState:
     """Flat vectors of one job: AdamW's master weights and moments, the gradient, and `weights`, the copy that
-    passes read. `weights` have the base model's dtype, all others are float32 (or float64)."""
+    passes read. `weights` has the base model's dtype, all others are float32 (or float64)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -60,8 +60,8 @@ class AdamState:
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """A range of a job's parameters, `start` to `stop`, and the factor `rate` by which the job's learning
-    rate is multiplied there."""
+    """A range of a job's parameters, from `start` to `stop` − 1, with the factor `rate` by which the job's
+    learning rate is multiplied there."""
 
     start: int
     stop: int
@@ -70,7 +70,7 @@ class RateRun:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step of a job."""
+    """One optimizer step of a job: its state, learning rate and other settings."""
 
     state: AdamState
     step: int

@@ -17,8 +17,8 @@ from weftune.core.batch import to_device
 from weftune.ops.dropout import STRIDE, hash_bits, hash_int, step_key, to_signed
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
-"""Number of values drawn at a time on a CPU (so that intermediate tensors stay in its cache) and on a GPU (so
-that they take at most 8 MiB each)."""
+"""Numbers of values drawn at a time: on a CPU few enough that intermediate tensors stay in its cache, and on
+a GPU few enough that each takes at most 8 MiB."""
 
 
 def parameter_key(seed: int, site: str, parameter: str) -> int:

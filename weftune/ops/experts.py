@@ -52,10 +52,11 @@ class ExpertSite:
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter here. Entry n · E
-    + e of the group's table holds the n-th adapter at expert e."""
+    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter at this linear.
+    Entry n · E + e of the group's table holds the n-th adapter at expert e."""
     parts: Sequence[ExpertPart] = ()
-    """Adapters for the implementation in plain torch; empty for the GPU kernels."""
+    """Adapters in the form that the implementation in plain torch expects. Empty if the GPU kernels are
+    used."""
 
 
 @dataclass(frozen=True, slots=True)

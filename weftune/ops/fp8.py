@@ -1,7 +1,9 @@
-"""Matrix products of 8-bit floats on the fp8 tensor cores of a GPU. `core.weights` has the references.
+"""Matrix products of 8-bit floats on the fp8 tensor cores of a GPU. `core.weights` has the references in
+plain torch.
 
-torch's product with a scale per row rounds to bfloat16, which loses digits if another tensor is added to it.
-The product with one scale per matrix returns float32, and the row scales are multiplied in afterwards.
+torch's product with a scale per row rounds to bfloat16, which loses digits if another tensor is added to the
+result. The product with one scale per matrix returns float32, and the row scales are multiplied in
+afterwards.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
 """

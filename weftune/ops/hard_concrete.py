@@ -2,9 +2,9 @@
 relaxation of the L0 penalty.
 
 A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
-pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
-recomputation. The product with the difference saves only its input for the backward, which recomputes the
-gates: temporary tensors of the size of a weight exist for one linear at a time.
+pure function of (job seed, step, name of the linear, element): it does not depend on other jobs, packing,
+splitting or recomputation. The product with the difference saves only its input for the backward, which
+recomputes the gates: temporary tensors of the size of a weight exist for one linear at a time.
 
 Shapes: L rows of one job, K inputs, N outputs.
 """
@@ -47,7 +47,7 @@ class DrawnGates:
     penalty."""
 
     key: int
-    """Random key of the noise u of the elements' gates."""
+    """Random key from which the noise u of every element's gate is computed."""
     group_key: int
     l0_weight: float
     adds_penalty: Tensor

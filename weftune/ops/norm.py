@@ -21,8 +21,8 @@ TILE = 4096
 """Minimum number of values per kernel program. Narrow rows share a program: the norm of attention heads has
 millions of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
-"""Number of values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of
-the row's mean."""
+"""Number of values per thread of a kernel: two 16-byte accesses per tensor in half precision, which hide the
+latency of the row's mean."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:

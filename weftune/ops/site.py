@@ -44,13 +44,13 @@ class RowScale:
 
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
-    """Return x with the rows of every job multiplied by the job's values. No two scales may share a row."""
+    """Return x with each job's rows multiplied by the job's vector. No two scales may share a row."""
     return _apply_by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return y with each job's rows multiplied by the job's values, plus the bias. The bias is added before
-    the multiplication if `scales_bias` is set, else after it."""
+    """Return y with each job's rows multiplied by the job's vector, plus the bias. If a scale's `scales_bias`
+    is set, the bias is added before the multiplication, else after it."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 

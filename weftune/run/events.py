@@ -59,7 +59,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The event that a job has failed, with the reason in words for the user. Other jobs continue."""
+    """The event that a job has failed, with the reason as a message for the user. Other jobs continue."""
 
     job: str
     reason: str
@@ -75,7 +75,8 @@ class Passed:
 
 
 Event = Stepped | Evaluated | Scored | SaveDue | Failed | Passed | StateTime
-"""Any event that an executor reports. `StateTime` is the duration of optimizer steps made together."""
+"""Any event that an executor reports. A `StateTime` is the duration of the optimizer steps of several jobs,
+which were made together."""
 
 
 class OutOfMemory(RuntimeError):

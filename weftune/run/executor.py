@@ -1,8 +1,8 @@
 """The executor, which runs the actions that a Program lists for one worker, in order, and reports events.
 
-There is one executor class for all layouts; only its parts differ (`assemble.py`). In a pipeline, and at the
-last stage of the model, the activations of a stage's forward are kept for its backward. For other streamed
-stages only the input is kept, and the forward is recomputed.
+There is one executor class for all layouts (resident, streamed, pipeline); only its parts differ
+(`assemble.py`). In a pipeline, and at the last stage of the model, the activations of a stage's forward are
+kept for its backward. For other streamed stages only the input is kept, and the forward is recomputed.
 
 Shapes: T rows of a microbatch, D hidden width.
 """
@@ -97,7 +97,7 @@ class Executor:
         """Device on which the training state of attached jobs (master weights and moments) is kept: the GPU,
         or the CPU for host memory."""
         self.is_fused = adapted.is_fused
-        """Whether the base's layers run as fused ops."""
+        """Whether the base's layers run as fused ops instead of transformers' own forward."""
         self._last_stage = len(part.stages) - 1
         """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO

@@ -1,5 +1,5 @@
-"""The types of an executor's exchangeable parts, such as its weights and its passes. Each part has several
-implementations with the same interface."""
+"""The types of an executor's exchangeable parts, such as its weights and its passes. Each type has several
+implementations with a common interface."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weftune.run.training.state import EvaluationSums
 
 Fetch = Callable[[MicrobatchPlan, type[ForwardPass]], Microbatch]
 """A function that returns the tensors of a planned microbatch for a kind of forward pass: training samples
-for Forward, held-out samples for Evaluate, and samples of both sorts for Score."""
+for Forward, held-out samples for Evaluate, and either of them for Score."""
 Weights = ResidentWeights | StreamedWeights
 """The part of an executor that provides the base's weights: all resident on the device, or streamed to the
 device stage by stage."""
@@ -54,7 +54,7 @@ NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
 
 class Agreement(Protocol):
     """The part of an executor that decides which rows are computed, which optimizer steps are made and which
-    events are reported: alone (`Alone`) or together with other workers (`Agreed`)."""
+    events are reported. `Alone` decides for a single worker, `Agreed` together with other workers."""
 
     @property
     def shortage(self) -> str:

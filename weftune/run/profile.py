@@ -206,7 +206,8 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Run the passes of a case and record their median time, unless they do not fit into memory."""
+        """Run the passes of a case several times and record the median time, unless they do not fit into
+        memory."""
         with self._attach_jobs(case) as names, suppress(OutOfMemory):
             times, steps = self._measure_times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)

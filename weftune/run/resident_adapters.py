@@ -1,4 +1,5 @@
-"""Adapters that stay on the device with their master weights and moments, and are updated there."""
+"""Adapters that stay on the device together with their master weights and moments, and whose optimizer steps
+are made there."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def write_adapter(
 
 
 def token_and_head_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the trained embeddings and the scalar head of an adapter under PEFT's names."""
+    """Return the trained embeddings and the scalar head of an adapter as a dict from their names in PEFT's
+    files to the tensors."""
     tokens = {stored_token_name(site): value for (site, name), value in parameters.items() if name == TOKENS}
     return tokens | stored_head(parameters)
 

@@ -101,8 +101,8 @@ class Pissa(PlainKind):
 
 
 Decomposition = tuple[Tensor, Tensor, Tensor]
-"""U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular values first. A randomised SVD
-has only the first few."""
+"""Singular value decomposition U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular
+values first. A randomised SVD has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:

@@ -24,7 +24,8 @@ class PissaSpec(LoraSpec):
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     svd_iterations: Annotated[int | None, Bound(at_least=0, at_most=1000)] = None
-    """Number of iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None selects the exact SVD."""
+    """Number of iterations of a randomised SVD, given in PEFT as `pissa_niter_…`. None selects the exact
+    SVD."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         own = LoraSpec.shapes_at(self, site)

@@ -232,7 +232,8 @@ class Choices:
 
 
 def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
-    """Return the first plan, in the order of `ProductPlan`, whose time is within `TIE` of the fastest."""
+    """Return the first product plan, in the order of `ProductPlan`, whose time is at most `TIE` times the
+    shortest."""
     enough = TIE * min(plan_seconds.values())
     return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
 

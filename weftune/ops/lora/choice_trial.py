@@ -89,7 +89,8 @@ class TrialSite:
     group: Group
     rows: Rows
     adapters: list[list[LowRank]]
-    """Adapters of each job at each linear, kept here because the group's table has only their addresses."""
+    """Adapters of each job at each linear. They are kept here because the kernels' table has only their
+    addresses."""
 
     def step(self, plan: ProductPlan) -> None:
         tiling = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)

@@ -35,7 +35,7 @@ class ComputedPair:
     e_N: Tensor
     dd_R: Tensor
     de_N: Tensor
-    """Accumulator of the gradient of e."""
+    """Accumulator of the gradient of e, the vector that scales the columns of B."""
     a_RK: Tensor
     """Random constant from which A is computed, with at least as many columns as the linear has inputs."""
     b_RN: Tensor

@@ -39,9 +39,9 @@ from weftune.ops.lora.tiling import (
 
 OP = "a mixture of experts"
 TILE = 64
-"""Rows per program in kernels whose programs process rows of one job only."""
+"""Number of rows per program, in kernels whose programs process rows of one job only."""
 COLUMNS = 1024
-"""Columns per program in kernels whose programs process one row only."""
+"""Number of columns per program, in kernels whose programs process one row only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,8 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators. None if no job has an adapter on
-        this linear."""
+        """Return ds, the gradient of s = xAᵀ, and add dB to the jobs' accumulators. None if no job has an
+        adapter on this linear."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -253,7 +253,7 @@ class ExpertLinears:
 
 
 def _all_columns(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
-    """Return a span that covers all columns of y, for the LoRA kernels."""
+    """Return a `ColumnSpan` that covers all columns of y, as an argument of the LoRA kernels."""
     return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 

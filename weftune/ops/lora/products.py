@@ -57,8 +57,8 @@ class Operands:
         return len(self.left_TM), len(self.right_LM)
 
     def unscaled_product(self, first_column: int, end_column: int) -> Tensor:
-        """Return the columns `first_column` to `end_column` of left · rightᵀ in float32, before the scales
-        are applied."""
+        """Return the columns from `first_column` to `end_column` − 1 of left · rightᵀ in float32, before the
+        scales are applied."""
         right_LM = self.right_LM[first_column:end_column]
         if self.has_codes:
             return unscaled_code_product(self.left_TM, right_LM)
@@ -66,7 +66,7 @@ class Operands:
 
 
 def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
-    """Return the operands of xWᵀ."""
+    """Return the operands of xWᵀ, the frozen product of the forward."""
     if isinstance(weight, Tensor):
         return Operands(x_TK, weight)
     codes_TK, scale_T = row_codes(x_TK, None, weight.input_maxima)

@@ -57,8 +57,8 @@ class Blocks:
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar with `requires_grad` but no gradient. It makes autograd record linears whose input needs no
-    gradient."""
+    """Scalar that requires a gradient but never gets one. It makes autograd record linears whose input needs
+    no gradient."""
 
     def keep_mask(self, block: Block, features: int) -> Tensor | None:
         """Return the mask of the values that dropout keeps in the rows of one job; None without dropout."""

@@ -34,7 +34,7 @@ class SiteScale:
 
     value_M: Tensor
     total_M: Tensor
-    """Accumulator of the gradient of `value_M`."""
+    """Accumulator of the gradient of `value_M`, the trained vector of scales."""
     inverse_M: Tensor | None = None
     """float32 buffer for DoRA's factor 1 / ‖W + scale · BA‖, written in every forward. None without DoRA."""
     scales_bias: bool = False

@@ -88,7 +88,7 @@ class SlotTable:
     of `buffer` below."""
     buffer: Tensor
     address_PS4: Tensor
-    """Addresses of A, B, dA and dB, as int64."""
+    """Addresses of A, B, dA and dB of each job at each part (a band of ranks of one linear), as int64."""
     factor_PS2: Tensor
     """Factors in s = factor · xAᵀ, as float32: the factor in training (`LowRank.factor`), then the factor in
     evaluation (`LowRank.scale`)."""

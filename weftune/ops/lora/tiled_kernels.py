@@ -271,8 +271,8 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for a
-    fused product. Other rows are left unchanged."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for
+    the fused kernel (frozen product plus adapters). Other rows are left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -291,7 +291,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
     """Write ds · A (ds is the gradient of xAᵀ), with the dropout mask applied, to the rows of dx whose jobs
-    have a rank that is too large for a fused product. Other rows are left unchanged."""
+    have a rank that is too large for the fused kernel (frozen product plus adapters). Other rows are left
+    unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,

@@ -1,4 +1,5 @@
-"""Launch parameters of the tiled LoRA kernels for a group of linears. They do not depend on the jobs.
+"""Launch parameters of the tiled LoRA kernels for a group of linears. The parameters do not depend on the
+jobs.
 
 s = factor · drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. Slots are table
 indices of jobs, and parts are bands of at most BAND ranks of one linear (`ops.lora.table`); tiles and pieces
@@ -49,10 +50,10 @@ CODED_INNER = 128
 """Size of the blocks of the fused kernel (frozen product plus adapters) along the inner dimension, for 8-bit
 operands."""
 ROUGH_SUMS = 1 << 15
-"""Maximum length of a sum of 8-bit products in a tensor core. Hopper's tensor cores keep some 14 bits of such
-a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to this length
-that is less than the rounding error of the operands; longer sums are accumulated in float32, for which blocks
-of 256 columns have no registers."""
+"""Maximum length of a sum of 8-bit products that is left to a tensor core. Hopper's tensor cores keep some 14
+bits of such a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to
+this length that is less than the rounding error of the operands; longer sums are accumulated in float32, for
+which blocks of 256 columns have no registers."""
 
 
 class ProductPlan(StrEnum):
@@ -176,7 +177,7 @@ class SiteCall:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether kernels draw dropout masks."""
+        """Whether kernels draw dropout masks in this pass."""
         return self.group.has_dropout and self.training
 
     @property
@@ -272,7 +273,8 @@ def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
 def _programs_share_multiprocessor(
     rows: Rows, group: Group, launch: KernelLaunch, device: torch.device
 ) -> bool:
-    """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
+    """Return whether several programs of a kernel run on one multiprocessor, which leaves less shared memory
+    for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > get_device_class(device).multiprocessors
 
@@ -303,7 +305,8 @@ def can_fuse(weight_NK: Tensor, device: torch.device) -> bool:
 
 
 def _has_whole_rows(weight_NK: Tensor) -> bool:
-    """Return whether TMA can read the weight, whose rows must be aligned to 16 bytes for that."""
+    """Return whether TMA (the GPU's copy engine) can read the weight. Its rows must be aligned to 16 bytes
+    for that."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0

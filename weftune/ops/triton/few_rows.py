@@ -95,9 +95,9 @@ def up_shares(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y = frozen + sB + bias + residual in SPAN columns of one site (an adapted linear), rounded
-    once. s = scale · xAᵀ is the sum of its shares (partial sums) times the scale. `frozen` is xWᵀ in float32,
-    which is first multiplied by its scales if it has any."""
+    """Compute y = frozen + sB + bias + residual in SPAN columns of one linear, rounded once. s = factor · xAᵀ
+    is the sum of its shares (partial sums) times the factor. `frozen` is xWᵀ in float32, which is first
+    multiplied by its scales if it has any."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     tile = tl.program_id(1)

@@ -1,4 +1,5 @@
-"""Kernels of RMSNorm. A program holds whole rows, so that each is read once and its mean stays in registers.
+"""Kernels of RMSNorm. A program holds whole rows, so that each row is read once and its mean stays in
+registers.
 
 All loads are issued before the sum over the row, so that their latencies overlap: the compiler cannot move
 loads across the barrier of the sum.

@@ -179,7 +179,8 @@ def add_residual_and_bias(y_MH, residual, bias, n_H, row, column, N):
 
 @triton.jit
 def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
-    """Return whether one of the runs (ranges of rows of one job) belongs to a job that scales outputs."""
+    """Return whether any of the runs from `first` to `end` − 1 (ranges of rows of one job) belongs to a job
+    that scales outputs."""
     some = False
     turn = first
     while turn < end:

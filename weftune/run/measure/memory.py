@@ -17,7 +17,8 @@ CPU_FRACTION = 0.85
 GPU_FRACTION = 0.92
 """Fraction of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
-"""Maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's allocator."""
+"""Assumed maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's
+allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """Substrings of the RuntimeError that torch raises if memory is short on a CPU. The first occurs with the
 allocator malloc, the second with mimalloc, which torch uses on ARM."""
@@ -80,7 +81,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return memory that is cached but not in use to the device or, on a CPU, to the system."""
+    """Release memory that is cached but not in use: on a GPU to the device, on a CPU to the operating
+    system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":

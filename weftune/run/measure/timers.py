@@ -66,7 +66,7 @@ class DeviceSpan:
 
 
 class ActionTimer:
-    """A timer of actions that run one after another on a device."""
+    """A timer of the actions of a Program, which run one after another on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,9 +131,10 @@ class WaitTime:
 
     seconds: float = 0.0
     copied_bytes: int = 0
-    """Number of bytes copied from the host to the device."""
+    """Number of bytes that have been copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
+    """Pairs of CUDA events of waits that may not have ended: when the device was ready for a copy, and when
+    the copy arrived."""
 
     def record_wait(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
         """Record a wait of the device, which lasts from the first CUDA event to the second. Waits that have

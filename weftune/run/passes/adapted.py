@@ -64,7 +64,7 @@ class AdaptedBase:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the base's layers run as fused ops."""
+        """Whether the base's layers run as fused ops instead of transformers' own forward."""
         return self.layers is not None and bool(self.layers.modules)
 
     @property

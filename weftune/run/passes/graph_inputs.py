@@ -31,7 +31,7 @@ from weftune.run.passes.rows import MIN_BUCKET, DeviceMicrobatch, Membership, bu
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
     """The numbers of rows and samples that a CUDA graph reserves for one job whose rows are gathered by
-    index."""
+    index, because the tiled kernels do not support its adapter."""
 
     job: str
     serial: int
@@ -39,10 +39,11 @@ class GatheredJob:
     reads memory that was allocated when the job was attached."""
     rows: int
     prefix_keys: int = 0
-    """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
-    adapters."""
+    """Number of trained attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for
+    other adapters."""
     samples: int = 0
-    """Number of samples for which prefix keys are reserved. 0 if the adapter has no prefix keys."""
+    """Number of samples for which prefix keys (trained attention keys) are reserved. 0 if the adapter has no
+    prefix keys."""
 
     @property
     def rows_with_prefixes(self) -> int:

@@ -190,7 +190,8 @@ class Graph:
         shape = (0 if base.is_first else key.rows, base.shape.hidden)
         self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._has_next_stage, self._has_previous_stage = not base.is_last, not base.is_first
-        """Whether a later stage reads the output, and whether an earlier stage computes the input."""
+        """Whether a later stage reads this stage's output, and whether an earlier stage computes this stage's
+        input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered_jobs:

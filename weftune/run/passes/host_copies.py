@@ -113,9 +113,9 @@ class HostStore:
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
-        """Start to copy a vector to the host. Return a function that copies it back and returns it on the
-        device; it may be called once. The next `free_copied` releases the vector's memory on the device;
-        until then the vector must not be changed."""
+        """Start to copy a vector to the host. Return a function that copies the vector back and returns it on
+        the device; the function may be called once. The next `free_copied` releases the vector's memory on
+        the device; until then the vector must not be changed."""
         key = layer, sum(1 for owner, _ in self._host_values if owner == layer)
         if key not in self._host_buffers or self._host_buffers[key].nbytes < vector.nbytes:
             self._host_buffers.pop(key, None)

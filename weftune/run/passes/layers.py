@@ -1,8 +1,8 @@
-"""Decoder layers of known families as a few fused ops, which replace transformers' own forward.
+"""Decoder layers of known model families as a few fused ops, which replace transformers' own forward. The
+differences between families are described in base/decoders.
 
-The differences between model families are described in base/decoders. Linears that share their input run as
-one product, and each residual is added by the last linear of its branch, or by the norm after it. In a
-mixture of experts everything except router and experts is fused.
+Linears that share their input run as one product, and each residual is added by the last linear of its
+branch, or by the norm after it. In a mixture of experts everything except router and experts is fused.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of linears, H query heads, G key and value
 heads, E rotary width.
@@ -36,8 +36,8 @@ from weftune.run.passes.host_copies import HostStore
 from weftune.run.passes.row_tiles import Keep, TiledParts, row_tiles, tiled_layer
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
-"""A function that takes an input x and a residual (or None), and returns the outputs of a group of linears
-plus the residual."""
+"""A function of an input x and a residual (or None) that returns the outputs of linears with this input, plus
+the residual."""
 Angle = tuple[Tensor, Tensor]
 """Cosines and sines of a rotary embedding, [T, E] each."""
 ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
@@ -81,7 +81,7 @@ class Layers:
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
         self.can_capture = served and not self.has_experts and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs. This requires that the host never waits for the
-        device in them."""
+        device during a pass."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -291,8 +291,8 @@ class FusedLayer:
         return norm.norm_with_residual(h_TD)
 
     def run_half(self, is_feed_forward: bool, n_TD: Tensor, angle: Angle, pack: Pack) -> Tensor:
-        """Compute the attention or the feed-forward, given its normalised input. Return this shard's part of
-        the output, which is to be summed over the shards."""
+        """Compute the attention or the feed-forward of a layer, given its normalised input. Return the output
+        of this shard (a worker's part of the layer), which is to be summed over the shards."""
         if is_feed_forward:
             return self._down(self._activation(self._gate_up(n_TD, None)), None)
         norms = head_norms(*self._head_norms) if self._head_norms else None
@@ -300,7 +300,8 @@ class FusedLayer:
         return self._o(attend_with_prefixes(*qkv, pack, self._rule, self._layer).flatten(1), None)
 
     def add_half_output(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """Return the residual plus the summed output of the attention or the feed-forward."""
+        """Return the residual h plus y, the output of the attention or the feed-forward after the sum over
+        shards."""
         norm = self._after_mlp if is_feed_forward else self._after_attention
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 

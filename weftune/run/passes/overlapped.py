@@ -29,7 +29,7 @@ from weftune.run.passes.rows import InFlight, Membership, StageVisit
 
 @dataclass(slots=True)
 class _StartedSum:
-    """A tensor that is being summed over the shards."""
+    """A tensor whose sum over the shards (workers that divide every layer) has been started."""
 
     values_TD: Tensor
     wait: WaitForSum
@@ -212,7 +212,8 @@ class OverlappedPasses:
         return self._adapted.layers
 
     def _apply_adapters(self, open_pass: _OpenPass) -> AbstractContextManager[None]:
-        """Return a context in which the adapters of the jobs in this microbatch apply."""
+        """Return a context in which forward and backward apply the adapters of the jobs in this
+        microbatch."""
         adapted = self._adapted
         return adapted.banks.bind(
             open_pass.in_flight.device_microbatch.microbatch, adapted.route, True, open_pass.membership.rows

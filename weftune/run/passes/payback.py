@@ -1,9 +1,9 @@
 """The decision when to capture a pass as a CUDA graph.
 
 A replayed pass saves the time in which the device waits for the host to launch kernels: much if passes are
-small, nothing if the device is slower than the host. How often a pass will recur is not known, so it is
+small, nothing if the device is slower than the host. How often a pass will recur is not known, so the pass is
 captured once its uncaptured runs have lost as many seconds as a capture takes. The total loss is never more
-than twice that of an optimal choice made in hindsight.
+than twice the loss of an optimal choice made in hindsight.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, Stag
 
 
 class PlainPasses:
-    """Passes without CUDA graphs. A forward is kept until its backward, or is recomputed from its input."""
+    """The part of an executor that runs passes of microbatches over stages without CUDA graphs. A forward is
+    kept until its backward, or is recomputed from its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
@@ -90,8 +91,8 @@ class PlainPasses:
         self.open_passes = renumber_visits(self.open_passes, numbers)
 
     def abandon(self) -> None:
-        """Drop all passes that wait for their backward, and free memory that is not required, such as that of
-        captured graphs."""
+        """Drop all passes that wait for their backward. Also free memory that is not required, such as the
+        memory of captured graphs."""
         self.open_passes.clear()
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()

@@ -1,10 +1,9 @@
 """Decoder layers of long microbatches, computed in tiles of rows: only attention sees all rows at once.
 
-A layer has two parts that treat rows separately. The first part, the front, ends with queries, keys and
-values; the second part, the rest, begins with the output of attention. Both run tile by tile, each tile with
-its own autograd graph, and the backward goes through the graphs of the rest, of attention and of the front. A
-recomputed layer keeps only its input, and optionally the output of its attention, on the device or in host
-memory.
+A layer has two parts that treat rows separately: the front, which ends with queries, keys and values, and the
+rest, which begins with the output of attention. Both run tile by tile, each tile with its own autograd graph,
+and the backward goes through the graphs of the rest, of attention and of the front. A recomputed layer keeps
+only its input, and optionally the output of its attention, on the device or in host memory.
 
 Shapes: T rows of the microbatch, D hidden width, H query heads, G key and value heads, E width of a head, N
 values of attention per row.
@@ -35,7 +34,8 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TiledParts:
-    """The functions that compute the parts of a decoder layer for one microbatch."""
+    """The functions that compute the parts of a decoder layer for one microbatch, before, in and after
+    attention."""
 
     project_qkv: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
     """Function of the hidden states h of a tile (a range of rows) and the slice of these rows. It returns the
@@ -58,9 +58,10 @@ class Keep:
 
     layer: int
     keeps_all: bool = False
-    """Whether all activations are kept, so that nothing is recomputed."""
+    """Whether the layer keeps all activations, so that nothing is recomputed in the backward."""
     keeps_attention: bool = False
-    """Whether the output of attention is kept, so that attention is not recomputed."""
+    """Whether the layer keeps the output of attention, so that attention is not recomputed in the
+    backward."""
     host: HostStore | None = None
     """Store in host memory for the layer's input and the output of attention. None keeps both on the
     device."""
@@ -115,8 +116,8 @@ class _FrontGraph:
     h_TD: Tensor
     """Layer input in the rows of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
-    """Outputs of the graph as nodes of autograd: the residual and attention's queries, keys and values. The
-    tensors themselves are not kept."""
+    """Output nodes of the autograd graph: the residual and attention's queries, keys and values. The tensors
+    themselves are not kept."""
 
 
 @dataclass(slots=True)
@@ -126,7 +127,8 @@ class _RestGraph:
     rows: slice
     h_TD: Tensor
     attention_THE: Tensor
-    """Output of attention for the rows of the tile. This tensor and `h_TD` are leaf tensors of autograd."""
+    """Output of attention for the rows of the tile. This tensor and `h_TD` are the leaf tensors of the
+    autograd graph."""
     output_TD: Tensor
 
 
@@ -167,7 +169,8 @@ class _LayerPass:
         return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
     def backward(self, dout_TD: Tensor) -> Tensor:
-        """Return the gradient of the layer's input, and add to the gradients of the adapters."""
+        """Run the backward of the layer: add to the gradients of the adapters, and return the gradient of the
+        layer's input."""
         assert self._input is not None
         h_TD, keep = self._input(), self._keep
         if keep.host is not None:
@@ -334,7 +337,7 @@ class _Saved:
 
 class _CollectGradients(torch.autograd.Function):
     """An autograd function that returns its input tensors unchanged. Its backward appends their gradients to
-    a list, so that the graph need not end in leaf tensors that it would keep alive."""
+    a list. The autograd graph then needs no leaf tensors, which it would keep alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 MIN_BUCKET = 64
-"""Smallest number to which lengths of samples, in tokens, and numbers of rows are rounded up."""
+"""Smallest bucket (rounded-up value) for the lengths of samples, in tokens, and for numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DeviceMicrobatch:
     """Indices of the supervised rows, in host memory."""
 
     def count_supervised(self, start: int, stop: int) -> int:
-        """Return the number of supervised rows among the rows from `start` to `stop`."""
+        """Return the number of supervised rows among the rows from `start` to `stop` − 1."""
         first, end = np.searchsorted(self.supervised_rows, (start, stop))
         return int(end - first)
 
@@ -163,7 +163,8 @@ def sample_length_bucket(max_length: int, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A pass of one microbatch over one stage, identified by the indices of the two."""
+    """A pass of one microbatch over one stage, identified by the index of the microbatch and the index of the
+    stage."""
 
     microbatch: int
     stage: int
@@ -200,7 +201,8 @@ class InFlight:
     device_microbatch: DeviceMicrobatch
     pass_times: TimedPass
     sample_keys: SampleKeys | None = None
-    """Attention keys and values of a long sample, if the microbatch is a chunk of that sample."""
+    """Attention keys and values of a long sample, if the microbatch is a chunk of that sample. None
+    otherwise."""
     scores: Scores | None = None
     """Losses of the microbatch, once it has passed the model's last stage on this worker. None before, and on
     other workers."""

@@ -131,14 +131,14 @@ class Scorer:
                 self._log_ratios.setdefault(key, []).extend(ratios)
 
     def kl_sums(self, job: str, step: int) -> list[float]:
-        """Return four numbers for the KL term of a KTO job after a step: sum and number of the stored values
-        for the next global batch, then sum and number for the held-out samples."""
+        """Return four numbers for the KL term of a KTO job after a step: the sum and the number of the stored
+        log-ratios for the next global batch, then both for the held-out samples."""
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
     def set_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Replace the values stored for the KL term of a job after a step by their mean over all replicas.
-        `sums` are the sums over all replicas, ordered as in `kl_sums`."""
+        """Replace the log-ratios stored for the KL term of a KTO job after a step by their mean over all
+        replicas. `sums` are the sums over all replicas, in the order of `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]

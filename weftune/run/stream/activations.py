@@ -145,7 +145,7 @@ class OffloadedActivations:
             self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
     def _host_TD(self, visit: StageVisit) -> Tensor:
-        """Return the host memory for the input of this microbatch at this stage."""
+        """Return the host memory reserved for the input of this pass of a microbatch over a stage."""
         return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
     def read(self, visit: StageVisit) -> Tensor:

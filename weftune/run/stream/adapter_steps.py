@@ -42,7 +42,8 @@ whether each job's new weights are finite [J]."""
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The range `start` to `stop` of an adapter's flat vector that holds the parameters of one stage."""
+    """The range of an adapter's flat vector, from `start` to `stop` − 1, that holds the parameters of one
+    stage."""
 
     start: int
     stop: int
@@ -139,7 +140,8 @@ class HostSteps:
         """Maps each job to a map from each stage to the range of the job's flat vector that holds the stage's
         parameters."""
         self._stage_sizes: Counter[int] = Counter()
-        """Maps each stage to the total number of parameters in all jobs' pieces."""
+        """Maps each stage to the total number of parameters that all jobs' optimizer steps update there,
+        including the parameters that alignment adds."""
         self._pending_parts: dict[JobStage, _PendingPart] = {}
         self._start_events: dict[JobStage, torch.cuda.Event] = {}
         """Maps (job, stage) to a CUDA event after the last update that was started there. The entry is

@@ -205,8 +205,8 @@ def newest_progress(folder: Path) -> Progress | None:
 
 
 def rename_damaged(damaged_paths: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that they are not counted among the two that are kept. Their files are
-    not deleted."""
+    """Rename damaged checkpoints, so that they are not counted among the two checkpoints that are kept. Their
+    files are not deleted."""
     for path in damaged_paths:
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)

@@ -113,7 +113,8 @@ class Snapshots:
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Allocate page-locked memory of this many bytes in advance, if `max_bytes` allows it."""
+        """Allocate page-locked memory of `size` bytes in advance, if `max_bytes` allows it. Do nothing on a
+        CPU."""
         with self._changed:
             if self._stream is None or self._allocated_bytes + size > self.max_bytes:
                 return

@@ -80,7 +80,7 @@ class EvaluationSums:
     loss: float
     correct: int
     tokens: int
-    """Number of supervised tokens, of which the model predicted `correct` correctly."""
+    """Number of supervised tokens in the samples. The model predicted `correct` of them correctly."""
     count: int
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()

@@ -1,6 +1,6 @@
 """Optimizer steps of all jobs whose global batch is complete.
 
-On a GPU the device itself computes the clipping factor and refuses a step if the loss or the gradient is not
+On a GPU the device itself computes the clipping factor, and refuses a step if the loss or the gradient is not
 finite, so the host need not wait: `begin_steps` launches the steps, and their outcomes are read later.
 
 Shapes: J jobs.
@@ -51,7 +51,7 @@ class BatchSums:
     norm: float
     correct: float
     metrics: Sequence[float] = ()
-    """Metrics of the job's objective, with zeros after the last one."""
+    """Values of the metrics of the job's objective, padded with zeros at the end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class StepRun:
     """Optimizer update of each job, which refers to the job's whole optimizer state."""
     tokens: tuple[int, ...]
     norm_J: Tensor
-    """Gradient norm of each job."""
+    """Norm of each job's gradient."""
     sums_JS: Tensor
     """Sums over each job's global batch, as returned by `open_batch_sums`: loss, correct predictions and
     metrics."""
@@ -71,7 +71,7 @@ class StepRun:
     """Factors on the device by which gradients are clipped, if kernels make the updates. None if `updates`
     hold the factors."""
     refusal_reasons: list[str | None] = field(init=False)
-    """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
+    """For each job, the reason why its new weights cannot be used, or None. Reasons are set only if the host
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
     """For each job whose update is made in pieces (ranges of parameters), whether the new weights of each
@@ -200,8 +200,8 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
 
 
 def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor) -> Tensor:
-    """Return the factor by which each gradient is clipped, in float64 [J]. It is negative if the step cannot
-    be made."""
+    """Return the factors by which the jobs' gradients are multiplied to clip them, in float64 [J]. A factor
+    is negative if the job's step cannot be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_JS[:, 0].isfinite() & norm_J.isfinite()

@@ -44,7 +44,7 @@ class WorkerPosition:
     """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
     is_ring: bool = False
     """Whether there are more stages than workers, so that the last worker also sends hidden states to the
-    first."""
+    first worker."""
     shards: int = 1
     """Number of workers (shards) among which each layer is divided. The shards of a stage have consecutive
     worker numbers."""
@@ -73,13 +73,14 @@ class WorkerPosition:
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Whether the worker writes checkpoints. Other replicas and shards hold the same weights, so only one
-        writes them."""
+        """Whether the worker writes checkpoints. Of all replicas and shards that hold the same weights, only
+        the first writes them."""
         return self.replica == 0 and self.shard == 0
 
 
 def read_position() -> WorkerPosition | None:
-    """Return the position that the environment variables describe, or None if this is the only process."""
+    """Return the position among the workers that the environment variables describe, or None if this is the
+    only process."""
     workers = _environment_integer("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -175,7 +176,7 @@ HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "scores", "command", "
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
-    """A connection from one worker to another, for one purpose."""
+    """A connection from one worker to another, for messages of one purpose."""
 
     purpose: Purpose
     sender: int

@@ -41,7 +41,7 @@ class Begin:
     max_bytes: int | None = None
     """Maximum size in bytes of the GPU memory that the worker may use. None sets no limit."""
     deterministic: bool = False
-    """Whether the worker runs torch's deterministic kernels."""
+    """Whether the worker uses torch's deterministic kernels."""
 
 
 @dataclass(frozen=True, slots=True)

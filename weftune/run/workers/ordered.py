@@ -42,7 +42,7 @@ class Wait:
     """A worker's wait for an operation, with the workers that it waits for."""
 
     number: int
-    """Serial number of this wait, counted by its worker."""
+    """Serial number of this wait among all waits of its worker."""
     peers: tuple[int, ...]
     """Workers for which this worker waits. At least one of them has not reached the operation."""
     operation: str
@@ -122,7 +122,7 @@ class WaitWatch:
 
 
 def make_watch(worker: int) -> WaitWatch:
-    """Return a watch that uses the store of the default process group."""
+    """Return a detector of deadlocks for this worker that uses the store of the default process group."""
     return WaitWatch(dist.distributed_c10d._get_default_store(), worker)
 
 
@@ -270,6 +270,6 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Register this backend for process groups with torch, unless it is registered already."""
+    """Register `OrderedGroup` with torch as a backend for process groups, unless it is registered already."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda options, _: OrderedGroup(options), True, ["cpu"])
