@@ -89,8 +89,8 @@ class SiteGroup:
         )
 
     def forward(self, plain_forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute the group's only linear, with adapters if a pass is bound. `plain_forward` is the forward
-        of the base."""
+        """Compute the linear of a group that has only one, with adapters if a pass is bound. `plain_forward`
+        is the forward of the base."""
         if self.current_pass.active_pass is None or not self.banks:
             return plain_forward(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)

@@ -128,8 +128,8 @@ class TiledBank:
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, active_pass: Pass) -> Tensor:
-        """Compute the concatenated outputs of all linears of the group, with every job's adapter, plus the
-        residual."""
+        """Return the concatenated outputs of linears that share their input, with every job's adapter, plus
+        the residual if it is given."""
         assert active_pass.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,

@@ -90,8 +90,8 @@ class Agreement(Protocol):
     def report_action(
         self, action: Action, span: DeviceSpan, timed_pass: TimedPass | None
     ) -> Iterator[Event]:
-        """Report that an action ran, and yield the resulting events. `timed_pass` is the pass of the
-        microbatch that ended on this worker with this action, or None if none did."""
+        """Report that an action ran, and yield the resulting events. `timed_pass` is given if the action was
+        the last one of a microbatch on this worker: the times of the microbatch's pass."""
 
     def handle_arrival(self, stage: int) -> Iterator[Event]:
         """Prepare for a forward without a backward (for evaluation or scoring) over a stage: report the

@@ -241,8 +241,8 @@ class _Bench:
 
     @contextmanager
     def _attach_jobs(self, case: ProfileCase) -> Iterator[list[str]]:
-        """Return a context in which the jobs of a case are attached to the base. Its value is the list of
-        their names."""
+        """Return a context in which the jobs of a case are attached to the base. The context yields the list
+        of the jobs' names."""
         names = [f"job{number}" for number in range(case.jobs)]
         base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:

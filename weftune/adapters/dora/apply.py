@@ -111,8 +111,8 @@ class Dora(PlainKind):
 
 
 def _row_lengths(job_site: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
-    """Compute the norm ‖W + scale · BA‖ of each row from products of rank r, as the root of ‖w‖² + 2 scale
-    w·(BA) + scale² ‖BA‖²."""
+    """Compute the norm ‖W + scale · BA‖ of each row. The squared norm is a sum of products of rank r: ‖w‖² +
+    2 scale w·(BA) + scale² ‖BA‖²."""
     weight_NK = weight_matrix(job_site.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = job_site.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))

@@ -35,8 +35,8 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiling import ProductPlan, rank_block
 
 TIE = 1.01
-"""Ratio of a plan's time to the fastest plan's time up to which both count as equally fast, so that noise
-does not decide."""
+"""Ratio to the time of the fastest plan up to which another plan counts as equally fast, so that noise does
+not decide."""
 MAX_ROWS = 1 << 14
 """Maximum number of rows with which a trial times product plans. With more rows, a device is not better
 utilised."""

@@ -68,8 +68,8 @@ def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
 
 
 def add_pair_gradients(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Compute the gradients of the vectors d and e, by which constant matrices are multiplied, from dA and
-    dB. Add them to their accumulators, and zero dA and dB."""
+    """Compute the gradients of the vectors d and e, by which VeRA's constant matrices are multiplied, from dA
+    and dB. Add the gradients to their accumulators, and set dA and dB to zero."""
     _launch_kernel(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
 
 

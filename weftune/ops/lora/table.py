@@ -84,8 +84,8 @@ class SlotTable:
     largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
-    """Views of `host`, the copy of the table in host memory. They have the same shapes and order as the views
-    of `buffer` below."""
+    """Views of `host`, the copy of the table in host memory. They correspond to the views of `buffer`:
+    addresses, factors, ranks, dropout thresholds and checksums."""
     buffer: Tensor
     address_PS4: Tensor
     """Addresses of A, B, dA and dB of each job at each part (a band of ranks of one linear), as int64."""

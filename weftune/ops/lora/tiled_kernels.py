@@ -135,7 +135,7 @@ def up(
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
     """Return ds = factor · dyBᵀ, the gradient of drop(x)Aᵀ, and partial sums of dB for jobs whose rows are
-    split into several pieces. For other jobs, add dB to the accumulator."""
+    split into several pieces (row ranges). For other jobs, add dB to the accumulator."""
     partial_db_QLN = allocate_db(dy_TN, call)
     if not call.tiling.reads_dy_once:
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -149,8 +149,8 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dB of jobs whose rows are split into several
-    pieces."""
+    """Return uninitialised memory for the partial sums of dB of jobs whose rows are split into several pieces
+    (row ranges)."""
     shape = call.rows.max_pieces, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
@@ -163,8 +163,8 @@ def db(
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
     """Compute dB. Add it to the jobs' accumulators, or write partial sums for jobs whose rows are split into
-    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of xAᵀ, from the
-    same read of dy."""
+    several pieces (row ranges). If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of
+    xAᵀ, from the same read of dy."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -217,15 +217,15 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dA of jobs whose rows are split into several
-    pieces."""
+    """Return uninitialised memory for the partial sums of dA of jobs whose rows are split into several pieces
+    (row ranges)."""
     shape = call.rows.max_pieces, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
     """Compute dA. Add it to the jobs' accumulators, or write partial sums for jobs whose rows are split into
-    several pieces."""
+    several pieces (row ranges)."""
     launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
     kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.parts_per_program)](
@@ -309,8 +309,8 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
-    """Add the partial sums of dA and dB to the accumulators of the jobs whose rows are split into several
-    pieces."""
+    """Add the partial sums of dA and dB to the gradient accumulators of the jobs whose rows are split into
+    several pieces (row ranges)."""
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // call.ranks)
     blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))

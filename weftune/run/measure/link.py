@@ -20,8 +20,8 @@ SAMPLE_BYTES = 256 << 20
 MATRIX_SIDE = 8192
 """Number of rows and columns of the matrices whose product is measured."""
 LAYER_EFFICIENCY = 0.85
-"""Ratio of the speed of a whole layer's forward pass to the speed of a plain matrix product, in operations
-per second."""
+"""Ratio of the speed of a whole layer's forward pass to the speed of a plain matrix product. Both speeds are
+in floating-point operations per second."""
 
 
 @dataclass(frozen=True, slots=True)

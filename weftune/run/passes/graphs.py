@@ -251,8 +251,8 @@ class Pool(Protocol):
         the work itself also runs now depends on the implementation."""
 
     def has_room(self) -> bool:
-        """Return whether there is enough free memory to run work without a graph, which needs about as much
-        memory as the pool holds."""
+        """Return whether there is enough free memory to run work without a graph. Such a run needs about as
+        much memory as the pool holds."""
 
     def clear(self) -> None:
         """Free the memory of the pool. All graphs that use it must have been dropped."""

@@ -131,17 +131,17 @@ class HostSteps:
         apply_updates: ApplyUpdates = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
-        """Create the steps without any job. `apply_updates` is the function that applies updates on the
-        device. `device_weights` returns the device memory for a job's weights of a stage, to which new
-        weights are also copied. It is None if gradients and weights stay on the device."""
+        """Initialise the steps of a device, with no job attached. `apply_updates` is the function that
+        applies updates on the device. `device_weights` returns the device memory for a job's weights of a
+        stage, to which new weights are also copied; None if gradients and weights stay on the device."""
         self._device, self._apply_updates, self._device_weights = device, apply_updates, device_weights
         self.ring = PieceRing(device)
         self._parts: dict[str, Mapping[int, StagePart]] = {}
         """Maps each job to a map from each stage to the range of the job's flat vector that holds the stage's
         parameters."""
         self._stage_sizes: Counter[int] = Counter()
-        """Maps each stage to the total number of parameters that all jobs' optimizer steps update there,
-        including the parameters that alignment adds."""
+        """Maps each stage to its total number of parameters over all attached jobs, including the parameters
+        that alignment adds."""
         self._pending_parts: dict[JobStage, _PendingPart] = {}
         self._start_events: dict[JobStage, torch.cuda.Event] = {}
         """Maps (job, stage) to a CUDA event after the last update that was started there. The entry is

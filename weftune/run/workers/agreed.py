@@ -2,9 +2,9 @@
 squared gradient norm, metrics) are passed from stage to stage towards the first worker, which decides whether
 the Step is made; the other workers follow its decision.
 
-A worker that runs out of memory, or must end soon, computes nothing more in the window, but still sends
-everything that the other workers wait for: zeros, and for every unfinished global batch a note that it is
-abandoned. So all workers reach the window's end, and a Step is made by all workers or by none.
+A worker that runs out of memory, or must end soon, computes nothing more in the running Program, but still
+sends everything that the other workers wait for: zeros, and for every unfinished global batch a note that it
+is abandoned. So all workers reach the end of the Program, and a Step is made by all workers or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """

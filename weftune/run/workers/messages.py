@@ -106,7 +106,7 @@ class Ended:
 Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
 """Any message of a worker to the first worker. A `Slice` says that the worker's file (slice) of a checkpoint
 has been written, an `Unsaved` why it could not be written. A `WorkerReport` says that the worker has finished
-its actions of a window. A `Snapshot` holds the weights of a job that was detached."""
+its actions of a Program. A `Snapshot` holds the weights of a job that was detached."""
 
 
 MessageError = PeerLost | ForgedMessage
@@ -235,7 +235,7 @@ def send_message(message: Command | Answer, lane: PeerLane) -> None:
 
 
 def _receive_message(lane: PeerLane) -> Any:
-    """Return the next message, or the error with which receiving it failed."""
+    """Return the next message, or the error that occurred while it was received."""
     size = torch.zeros(1, dtype=torch.int64)
     try:
         dist.recv(size, lane.peer, group=lane.group)

@@ -39,7 +39,7 @@ batch, then sum and number of values for the held-out samples."""
 NOWHERE = slice(0, 0)
 AnyInbox = Inbox | DirectInbox
 StepKey = tuple[str, int]
-"""A job's name and the number of an optimizer step of it."""
+"""The name of a job, and the number of one of the job's optimizer steps."""
 
 
 class Transport:
