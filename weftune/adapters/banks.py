@@ -1,5 +1,5 @@
-"""The adapters of all attached jobs on one base. In each pass, every adapter is applied to its job's rows of
-the microbatch."""
+"""The adapters of all attached jobs on one base. In each pass, every job's adapter is applied to the job's
+rows of the microbatch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ attached."""
 
 @dataclass(slots=True)
 class AttachedJob:
-    """A job whose adapter is applied in passes, with the flat vectors of its weights and its accumulated
-    gradient."""
+    """A job whose adapter is applied in passes, with its weights and its accumulated gradient as flat
+    vectors."""
 
     adapter: JobAdapter
     layout: VectorLayout
@@ -51,34 +51,38 @@ class AttachedJob:
     gradient: Tensor
     read_parameters: Parameters
     """Tensors on the device that passes read: the parameters in `weights`, and constants of the adapter's
-    kind."""
+    kind (such as VeRA's random matrices)."""
     totals: Parameters
-    """Views of `gradient` into which gradients are accumulated, on the device."""
+    """Views of the gradient vector on the device, by parameter, to which the backward adds."""
     groups: tuple[SiteGroup | ExpertGroup, ...]
-    """Groups of linears (with a shared input) and of experts that the job's adapter changes."""
+    """Groups of linears that share their input, and groups of a layer's experts, that the job's adapter
+    changes."""
     serial: int
-    """Number of this attachment: new if a job is attached again, since its tensors may lie elsewhere in
-    memory."""
+    """Serial number of this attachment. It is new if a job is attached again, since its tensors may then have
+    other addresses."""
     version: int
-    """Version of the weights that passes read: the step that computed them, negative for a mean of several
-    steps' weights, 0 without training."""
+    """Version number of the weights that passes read: the step that computed them, a negative number for a
+    mean of several steps' weights, or 0 without training."""
     is_tiled: bool
-    """Whether the kernels of the tiled route compute all parts of the job's adapter."""
+    """Whether the tiled kernels compute all parts of the job's adapter."""
     gathers_rows: bool
-    """Whether a CUDA graph can apply the adapter to rows selected by index (`PlainKind.gathers`)."""
+    """Whether a CUDA graph can apply the adapter to rows that are selected by index (`PlainKind.gathers`)."""
     has_tiled_linears: bool
-    """Whether the kernels of the tiled route compute the job's adapter at all linears. Parts of the adapter
-    outside linears, such as virtual tokens, do not matter."""
+    """Whether the tiled kernels compute the job's adapter at all linears. Parts of the adapter outside
+    linears, such as virtual tokens, do not matter."""
     rows_before: Tensor | None
-    """Virtual-token embeddings that the job inserts before every sample, [rows, D]. None if it has none."""
+    """Embeddings of the virtual tokens that the job inserts before every sample, [rows, D]. None if it
+    inserts none."""
     prefix_sites: Mapping[int, str]
-    """Maps each layer's number to the linear under whose name the job's prefix keys and values are stored."""
+    """Maps the number of each layer with prefix keys and values to the name of the linear under which they
+    are stored."""
     tokens: TrainedTokens | None
-    """The rows of the embedding that the job trains. None if it trains none."""
+    """The trained rows of the embedding, one for each trained token. None if the job trains none."""
 
     @property
     def prefix_keys(self) -> int:
-        """Number of prefix keys that the job inserts before every sample in every layer."""
+        """Number of prefix keys (trained attention keys) that the job inserts before every sample in every
+        layer."""
         return (
             len(self.read_parameters[next(iter(self.prefix_sites.values())), KEYS])
             if self.prefix_sites
@@ -99,38 +103,40 @@ class Banks:
         tiled: bool = True,
         sum_over_shards: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Replace the forwards of the modules of `sites`, the local linears and experts. `whole_sites` are
-        those of the whole base, if it has more. `groups` are names of linears with a shared input.
-        `embedding` is the module that inserts virtual tokens and trained token embeddings; None if it is on
-        another stage or no job has such rows. If it is `tied` to the head, trained rows are used there, too.
-        `tiled` says whether passes may use the tiled kernels. `sum_over_shards` is given if linears are
-        divided among workers."""
+        """Replace the forwards of the modules named by `sites`, the linears and experts on this worker.
+        `whole_sites` are those of the whole base, if it has more. `groups` are names of linears that share
+        their input. `embedding` is the module that inserts virtual tokens and trained token embeddings; None
+        if it is on another stage or no job has such rows. If the embedding is `tied` to the head, trained
+        rows are used there, too. `tiled` says whether passes may use the tiled kernels. `sum_over_shards` is
+        given if linears are divided among workers."""
         self.attached: dict[str, AttachedJob] = {}
         self.slots = SLOTS
         self.choices = device_choices(example.device)
-        """Measured choices between kernels on this device."""
+        """Choices between methods of the kernels, measured on this device."""
         self._attachments = 0
         self._freed_slots: list[int] = []
-        """Heap of the slots freed by detached jobs, all lower than the slots that were never used."""
+        """Heap of the slots (indices in the kernels' tables) freed by detached jobs. All are lower than the
+        slots that were never used."""
         self._like, self._embedding, self._tied, self._tiled = example, embedding, tied, tiled
         self.anchor = torch.zeros((), device=example.device, requires_grad=True)
-        """A scalar that requires a gradient but gets none. It makes outputs of linears require a gradient."""
+        """A scalar that requires a gradient but never gets one. It makes the outputs of linears require a
+        gradient."""
         self._compiled_launches: set[Hashable] = set()
         self._sum_over_shards = sum_over_shards
         self._whole_sites = tuple(whole_sites or sites)
         self._is_partial = len(self._whole_sites) > len(sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """Maps (kind, key) to tensors that jobs share, such as VeRA's random matrices, while an attached job
-        uses them."""
+        """Maps (kind, key) to constant tensors that jobs share, such as VeRA's random matrices. An entry
+        exists while an attached job uses it."""
         self._current = CurrentPass()
         self._tiles: dict[int, CurrentPass] = {}
-        """Maps the first row of each range of rows that `bind_tile` can select to a pass over that range
-        alone."""
+        """Maps the first row of each range of rows for which `bind_tile` has been called in the bound pass to
+        a pass over that range alone."""
         self._groups = site_groups(modules, sites, groups, self._current)
         self._all_groups = list({id(group): group for group in self._groups.values()}.values())
         self._experts = expert_groups(modules, sites, self._current)
         self._replaced_modules: list[nn.Module] = []
-        """Modules whose forward has been replaced."""
+        """Modules of the base whose forward has been replaced."""
         grouped = {name for names in groups for name in names}
         for name, group in self._groups.items():
             if name not in grouped:
@@ -141,7 +147,7 @@ class Banks:
             self._replace_forward(embedding, self._embed_tokens)
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        """Replace a module's forward by one that gets the original forward as its first argument."""
+        """Replace a module's forward by `forward`, which gets the original forward as its first argument."""
         module.forward = partial(forward, module.forward)
         self._replaced_modules.append(module)
 
@@ -220,7 +226,7 @@ class Banks:
         totals: Parameters,
     ) -> list[list[TiledPart | None]] | None:
         """Return, for every linear of each group, the adapter in the form that the tiled kernels compute.
-        None if they cannot compute it."""
+        None if the kernels cannot compute this adapter."""
         if not (self._tiled and kind.is_tiled(adapter.spec)):
             return None
         scratch: dict[Hashable, Tensor] = {}
@@ -233,8 +239,8 @@ class Banks:
         return None if shared or _has_partial_norms(groups, found) else found
 
     def _linear_groups(self, kind: PlainKind, spec: Any) -> list[SiteGroup]:
-        """Return the groups of linears that an adapter changes. Create the missing banks of its kind
-        there."""
+        """Return the groups of linears that an adapter changes. Create the banks (parameters of all adapters
+        of a kind) that do not exist there yet."""
         adapted = {id(group) for site, group in self._groups.items() if kind.adapts(spec, site)}
         groups = [group for group in self._all_groups if id(group) in adapted]
         for group in groups:
@@ -253,10 +259,10 @@ class Banks:
     def _refuse_shared_parameters(
         self, adapter: JobAdapter, layout: VectorLayout, in_host_memory: bool
     ) -> None:
-        """Raise AdapterError if all linears share parameters, whose gradient is a sum over all linears, and
-        the base is divided or adapters are in host memory. Virtual tokens are allowed: they get their
-        gradient at the embedding alone. So are trained rows of the embedding unless they are tied to the
-        head."""
+        """Raise AdapterError if all linears share parameters of the adapter, whose gradient is a sum over all
+        linears, and the base is divided among workers or adapters are in host memory. Virtual tokens are
+        allowed, since they get their gradient at the embedding alone. Trained rows of the embedding are
+        allowed unless they are tied to the head."""
         names = {parameter.name for parameter in layout.parameters if parameter.site == SHARED}
         in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
         if not (self._is_partial or in_host_memory) or (not in_both and names <= {ROWS}):
@@ -282,8 +288,8 @@ class Banks:
             self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _shared_constants(self, spec: Any) -> Parameters:
-        """Return the kind's constants, such as VeRA's random matrices, computed once for all jobs that share
-        them."""
+        """Return the constants of the adapter's kind, such as VeRA's random matrices, computed once for all
+        jobs that share them."""
         if (key := _constants_key(spec)) is None:
             return {}
         if key not in self._constants:
@@ -307,13 +313,13 @@ class Banks:
 
     def limits(self) -> tuple[object, ...]:
         """Return the properties of the attached jobs on which a CUDA graph depends, such as the size of the
-        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while they
-        are equal."""
+        kernels' tables, the largest rank, and whether there is dropout. A graph can be replayed while these
+        properties are unchanged."""
         return self.slots, tuple(bank.limits() for bank in self._tiled_banks())
 
     def is_capturable(self, microbatch: Microbatch, gathers_rows: bool = False) -> bool:
-        """Return whether a CUDA graph can run the microbatch. A graph is captured before its jobs are known:
-        the tiled kernels must compute every adapter, or if `gathers_rows`, the adapter must apply to rows
+        """Return whether a CUDA graph can run the microbatch. The graph can later be replayed for other jobs,
+        so the tiled kernels must compute every adapter or, if `gathers_rows`, the adapter must apply to rows
         selected by index. False if kernels have failed, since plain torch reads each job's rows on the
         host."""
         if has_failed(OP):
@@ -322,9 +328,9 @@ class Banks:
         return all(attached.is_tiled or (gathers_rows and attached.gathers_rows) for _, attached in found)
 
     def is_decode_capturable(self, microbatch: Microbatch) -> bool:
-        """Return whether a CUDA graph can run a decode step with this microbatch. The tiled kernels must
-        compute every adapter that changes linears. Trained token embeddings are not allowed, since they are
-        looked up on the host."""
+        """Return whether a CUDA graph can run a decode step with this microbatch. This requires that the
+        tiled kernels compute every adapter that changes linears, and that no job has trained token
+        embeddings, which are looked up on the host."""
         found = [attached for _, attached in self._segments(microbatch)]
         return not has_failed(OP) and all(
             attached.tokens is None and (attached.has_tiled_linears or not attached.groups)
@@ -332,8 +338,8 @@ class Banks:
         )
 
     def gathered_segments(self, microbatch: Microbatch) -> list[tuple[Segment, AttachedJob]]:
-        """Return the jobs whose rows a CUDA graph selects by index. Each has one segment, from its first row
-        to its last."""
+        """Return the jobs whose rows a CUDA graph selects by index. Each has a single segment, the range from
+        the job's first row to its last."""
         segments_by_job: dict[str, tuple[Segment, AttachedJob]] = {}
         for segment, attached in self._segments(microbatch):
             if not attached.is_tiled:
@@ -342,8 +348,8 @@ class Banks:
         return list(segments_by_job.values())
 
     def _segments(self, microbatch: Microbatch) -> Iterator[tuple[Segment, AttachedJob]]:
-        """Yield each segment (range of one job's rows) that an adapter changes, with the attached job of that
-        adapter."""
+        """Yield each segment (range of one job's rows) that an adapter changes, with the attached job whose
+        adapter this is."""
         for segment in microbatch.segments:
             if (
                 segment.adapter_job is not None
@@ -352,9 +358,9 @@ class Banks:
                 yield segment, attached
 
     def slot_rows(self, microbatch: Microbatch) -> list[SlotRows]:
-        """Return each job's range of rows with its slot (index in the tables of the tiled kernels). First
-        copy changed tables to the device, once for all jobs that were attached or detached since the last
-        pass."""
+        """Return each job's range of rows with its slot (index in the tables of the tiled kernels). Before
+        that, copy changed tables to the device, once for all jobs that were attached or detached since the
+        last pass."""
         for bank in self._tiled_banks():
             bank.send_tables()
         slot_ranges: list[SlotRows] = []
@@ -376,9 +382,9 @@ class Banks:
         gathered_rows: Mapping[str, GatheredRows] | None = None,
         in_tiles: bool = False,
     ) -> Iterator[None]:
-        """Apply the adapters of `microbatch` in every forward within the context, also in recomputation. The
-        rows of the jobs in `gathered_rows` are selected by index, not as a range. If `in_tiles`, linears run
-        only within `bind_tile`."""
+        """Return a context in which every forward applies the adapters of `microbatch`, also when it is
+        recomputed. The rows of the jobs in `gathered_rows` are selected by index, not as a range. If
+        `in_tiles`, linears run only within `bind_tile`."""
         assert self._current.active_pass is None, "a pass is already bound"
         own = all(segment.adapter_job in (segment.job, None) for segment in microbatch.segments)
         assert own or not training, "rows are trained through their own adapter only, or through none"
@@ -393,8 +399,8 @@ class Banks:
 
     @contextmanager
     def bind_tile(self, rows: slice) -> Iterator[None]:
-        """Within the context, let forwards compute only the rows `rows` of the bound pass, with their
-        adapters."""
+        """Return a context in which forwards compute only the rows `rows` of the bound pass, with the
+        adapters of these rows."""
         active_pass = self._current.active_pass
         assert active_pass is not None, "no pass is bound"
         if rows.start not in self._tiles:
@@ -409,7 +415,8 @@ class Banks:
 
     @contextmanager
     def graph_only(self) -> Iterator[None]:
-        """Within the context, let linears return arbitrary outputs where only their backward is needed."""
+        """Return a context in which linears may return arbitrary outputs, because only their backward is
+        needed."""
         active_pass, untiled = self._current.active_pass, self._current.untiled_pass
         assert active_pass is not None, "no pass is bound"
         whole = self._current.replace(CurrentPass(replace(active_pass, graph_only=True), untiled))
@@ -450,7 +457,7 @@ class Banks:
         return CurrentPass(active_pass, replace(active_pass, microbatch=replace(microbatch, segments=plain)))
 
     def _compile_ahead(self, active_pass: Pass, launch_key: Hashable) -> None:
-        """Compile the kernels for the linears of a pass. Do nothing if an earlier pass had the same key
+        """Compile the kernels that the linears of a pass launch. Do nothing if an earlier pass had the same
         `launch_key`."""
         if launch_key in self._compiled_launches or not self.choices.can_compile:
             return
@@ -459,13 +466,14 @@ class Banks:
         self.choices.compile_ahead(one for one in found if one is not None)
 
     def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return the function that maps (x_TK, residual_TN or None) to the residual plus the outputs of the
-        linears in the group of `site`."""
+        """Return the function that computes the group of linears that `site` belongs to. It maps (x_TK,
+        residual_TN or None) to the residual plus the linears' outputs."""
         self._groups[site].adds_residual = adds_residual
         return self._groups[site].linear
 
     def _embed_tokens(self, plain_forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """Compute the embedding with the virtual tokens and the trained token embeddings of the adapters."""
+        """Compute the embeddings of `tokens`, with the virtual tokens and the trained token embeddings of the
+        adapters."""
         h, active_pass = plain_forward(tokens), self._current.active_pass
         if active_pass is None:
             return h
@@ -482,15 +490,16 @@ class Banks:
         return h
 
     def trained_head_rows(self, segment: Segment) -> HeadRows | None:
-        """Return the trained embeddings of a segment's job if they replace rows of a tied head, else None."""
+        """Return the trained token embeddings of a segment's job if they replace rows of a head that is tied
+        to the embedding, else None."""
         attached = self.attached.get(segment.adapter_job or "")
         if not self._tied or attached is None or attached.tokens is None:
             return None
         return attached.tokens.head_rows(self.anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
-        """Return the segments (ranges of rows) whose jobs have prefix keys and values, each with the number
-        of keys."""
+        """Return the segments (ranges of one job's rows) whose jobs have prefix keys and values (prefix
+        tuning), each with their number."""
         return [
             (segment, attached.prefix_keys)
             for segment, attached in self._segments(microbatch)
@@ -498,7 +507,8 @@ class Banks:
         ]
 
     def read_prefix_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the prefix keys and values, in one layer, of each segment of the bound pass that has any."""
+        """Return the prefix keys and values (prefix tuning) in one layer, for each segment of the bound pass
+        whose job has any."""
         active_pass = self._current.active_pass
         assert active_pass is not None, "keys before samples exist only in a bound pass"
         found = []
@@ -518,8 +528,8 @@ class Banks:
 def _has_partial_norms(
     groups: Sequence[SiteGroup], tiled_parts: Sequence[Sequence[TiledPart | None]]
 ) -> bool:
-    """Return whether an adapter divides by norms of weight rows (DoRA) at a linear of which this shard has
-    only some inputs. The kernels do not sum norms over shards."""
+    """Return whether an adapter divides by norms of weight rows (DoRA) at a linear of which this shard
+    (worker) has only some inputs. The kernels do not sum norms over shards."""
     parts = (
         (site, part)
         for group, own in zip(groups, tiled_parts, strict=True)

@@ -20,14 +20,14 @@ from weftune.ops.lora.table import Group, LowRank, SlotTable, required_bands
 from weftune.ops.lora.tiling import MIN_RANK
 
 MIN_SLOTS = 8
-"""Initial number of jobs for which the kernels' tables have room."""
+"""Initial number of jobs for which the kernels' tables of an expert layer have room."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpertSlot:
     adapter: JobAdapter
     index: int
-    """Index of the job in the kernels' tables."""
+    """Index of the job in the kernels' tables of these experts."""
     weights: Parameters
     totals: Parameters
 
@@ -40,20 +40,22 @@ class _ExpertSlot:
 
 
 class ExpertBank:
-    """The adapters of all attached jobs on the experts of a layer: one A and one B per expert and job."""
+    """The adapters of all attached jobs on the experts of a layer: one A and one B for each expert and
+    job."""
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._slots_by_job: dict[str, _ExpertSlot] = {}
         self._slots, self._rank = MIN_SLOTS, MIN_RANK
         self._tables: dict[str, SlotTable] = {}
-        """Maps each stacked weight of the experts to the kernels' table of its adapters. Emptied when a job
-        is attached or detached."""
+        """Maps the name of each stacked weight (gate and up, or down, of all experts) to the kernels' table
+        of its adapters. Emptied when a job is attached or detached."""
         self._adapter_indices: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, adapter: JobAdapter, weights: Parameters, totals: Parameters) -> None:
         """Attach a job with its parameters and the accumulators of their gradients. Its index in the kernels'
-        tables counts only jobs with adapters on these experts, and may differ from the job's slot."""
+        tables counts only jobs with adapters on these experts, and may differ from the job's slot, its index
+        in the tables of linears."""
         taken = {slot.index for slot in self._slots_by_job.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._slots_by_job[adapter.job] = _ExpertSlot(adapter, number, weights, totals)
@@ -74,8 +76,8 @@ class ExpertBank:
         return any(segment.adapter_job in self._slots_by_job for segment in active_pass.microbatch.segments)
 
     def parts(self, site: str, active_pass: Pass) -> Iterator[ExpertPart]:
-        """Yield the adapter of each segment (range of a job's rows) at one stacked weight of the experts.
-        Gradients are added to the jobs' accumulators."""
+        """Yield the adapter of each segment (range of a job's rows) at one stacked weight of the experts. The
+        backward adds gradients to the jobs' accumulators."""
         for segment in active_pass.microbatch.segments:
             slot = self._slots_by_job.get(segment.adapter_job or "")
             if slot is None or (site, A) not in slot.weights:
@@ -96,8 +98,8 @@ class ExpertBank:
         return self._adapter_indices[jobs]
 
     def group(self, site: str, device: torch.device) -> Group | None:
-        """Return all adapters at one stacked weight of the experts as a table for the tiled kernels, in which
-        entry n · E + e is adapter n at expert e. None if there are no adapters."""
+        """Return all adapters at one stacked weight of the experts as a table for the tiled kernels. Entry n
+        · E + e of the table is adapter n at expert e. None if there are no adapters."""
         if not any((site, A) in slot.weights for slot in self._slots_by_job.values()):
             return None
         shape = self._sites[site]

@@ -31,8 +31,8 @@ def peft_config(name: str, base: str | None, **keys: Any) -> Any:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
-    """Write a folder with `tensors` by stored name and `config`: PEFT's, or a mapping for a kind that PEFT
-    lacks."""
+    """Write an adapter folder. `tensors` maps names in the file to tensors, and `config` is PEFT's config
+    object, or a mapping for a kind that PEFT does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
     # A tensor that is contiguous on the host already is not copied.
@@ -47,7 +47,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> No
 
 def read_tensors(folder: Path, integer_suffix: str | None = None) -> dict[str, Tensor]:
     """Return all tensors of an adapter folder. Raise AdapterError unless all values are finite floats, or
-    int64 in the tensors whose names end in `integer_suffix`."""
+    int64 in tensors whose names end in `integer_suffix`."""
     path = folder / WEIGHTS
     if not path.exists():
         raise AdapterError(missing_weights_message(folder))
@@ -65,7 +65,7 @@ def read_tensors(folder: Path, integer_suffix: str | None = None) -> dict[str, T
 
 
 def is_transposed(adapted_sites: Sequence[str], sites: Sequence[SiteShape]) -> bool:
-    """Return whether the adapted linears store their weights as [in, out]."""
+    """Return whether the adapted linears store their weights as [inputs, outputs]."""
     adapted = set(adapted_sites)
     return any(site.fan_in_fan_out for site in sites if site.name in adapted)
 
@@ -73,10 +73,11 @@ def is_transposed(adapted_sites: Sequence[str], sites: Sequence[SiteShape]) -> b
 def target_modules(
     spec: TargetSpec, adapted_sites: Sequence[str], sites: Sequence[SiteShape]
 ) -> str | list[str]:
-    """Return the user's targets, with `all-linear` replaced by the shortest equivalent list of names. A
-    regular expression is replaced too if the base has experts, as PEFT would match it against experts and
-    routers, or if only some layers are adapted, as PEFT selects layers only for lists. In a multimodal
-    wrapper every module is named, since a shorter name could match modules of its vision tower."""
+    """Return the user's target modules in a form that PEFT interprets in the same way. `all-linear` is
+    replaced by the shortest equivalent list of names. A regular expression is replaced too if the base has
+    experts, since PEFT would match it against experts and routers, or if only some layers are adapted, since
+    PEFT selects layers only for lists. In a multimodal wrapper every module is named, since a shorter name
+    could match modules of its vision tower."""
     if any(is_name_in_wrapper(name) for name in adapted_sites):
         return sorted(adapted_sites)
     if not isinstance(spec.targets, str):
@@ -92,8 +93,8 @@ def target_modules(
 
 
 def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
-    """Return PEFT's `layers_to_transform`. None for all layers, or if the module names contain layer
-    numbers."""
+    """Return the value of PEFT's config key `layers_to_transform`. None if all layers are adapted, or if the
+    module names contain layer numbers."""
     if spec.layers is None or any(layer_number(name) is not None for name in modules):
         return None
     return sorted(layer_numbers(spec.layers))

@@ -17,10 +17,10 @@ from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SEQUENCE_TASK = "SEQ_CLS"
-"""PEFT's task type of an adapter with a scalar head."""
+"""PEFT's task type for an adapter with a scalar head, as in a reward model."""
 JOB_FILE = "job.yaml"
-"""Name of the file with the job's keys, which training writes into an adapter folder before it writes a
-config or weights."""
+"""Name of the file with the job's keys from the jobs file. Training writes it into an adapter folder before
+the config and the weights."""
 PICKLE_FILE = "adapter_model.bin"
 
 CONVERT_COMMAND = (
@@ -31,7 +31,8 @@ CONVERT_COMMAND = (
 
 
 def missing_weights_message(folder: Path) -> str:
-    """Return the error message for a folder without safetensors. Pickles can run code and are not opened."""
+    """Return the error message for an adapter folder that has no safetensors file. Pickles can run code and
+    are not opened."""
     if not (folder / PICKLE_FILE).exists():
         return f"{folder} holds no {WEIGHTS}"
     command = f'python -c "{CONVERT_COMMAND}" {shlex.quote(str(folder))}'
@@ -55,8 +56,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def wrap_config_errors(folder: Path) -> Iterator[None]:
-    """Within the context, raise AdapterError in place of exceptions due to missing keys or invalid values of
-    the config."""
+    """Return a context in which exceptions due to missing keys or invalid values of an adapter config are
+    raised as AdapterError."""
     try:
         yield
     except KeyError as error:
@@ -77,7 +78,7 @@ def refuse_slow_patterns(folder: Path, spec: TargetSpec, names: Sequence[str] | 
 
 
 def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `targets` and `layers` of an adapter spec from a PEFT config."""
+    """Return the fields `targets` and `layers` of an adapter spec, read from a PEFT config."""
     targets, layers = config["target_modules"] or (), config.get("layers_to_transform")
     if not isinstance(layers, list | int | None):
         raise TypeError(f"layers_to_transform is {type(layers).__name__}")
@@ -103,8 +104,8 @@ def refuse_reward_model(folder: Path, sentence: str) -> None:
 
 
 def refuse_parent_folder(folder: Path) -> None:
-    """Raise AdapterError if a folder is not an adapter folder but contains adapter folders, like `best` of a
-    sweep."""
+    """Raise AdapterError if a folder is not an adapter folder but contains adapter folders. An example is the
+    folder `best` of a sweep."""
     if (folder / CONFIG).is_file() or (folder / JOB_FILE).is_file():
         return
     if found := sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}")):
@@ -115,8 +116,8 @@ def refuse_parent_folder(folder: Path) -> None:
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Raise AdapterError if a folder is not a complete adapter folder. The content of its weights is not
-    read."""
+    """Raise AdapterError if a folder is not a complete adapter folder. The config is read, but the file of
+    weights only has to exist."""
     refuse_parent_folder(folder)
     if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
         raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")

@@ -26,37 +26,41 @@ from weftune.ops.lora.table import LowRank
 from weftune.ops.site import GatheredRows, RowScale, unrounded_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""Maps (site, name) to a parameter of an adapter. A site is an adapted linear, or SHARED for parameters that
-all linears share."""
+"""Maps (site, name) to a parameter of an adapter. A site is the name of an adapted linear, or SHARED for
+parameters that all linears share."""
 
 WeightOf = Callable[[str], Tensor]
-"""Function that returns the frozen weight [N, K] of a module by its name, wherever the weight is stored."""
+"""Function that returns the frozen weight [N, K] of a module, given its name, wherever the weight is
+stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAdapter:
-    """A job's adapter: its spec, the seed of its random numbers, and other inputs of its kind."""
+    """A job's adapter: its spec (kind and settings), the seed of its random numbers, and other values that
+    its kind needs."""
 
     job: str
     spec: Any
     seed: int
     steps: int = 0
-    """Number of optimizer steps of the whole run, for kinds whose training has phases."""
+    """Number of optimizer steps of the job's whole training, for kinds whose training has phases."""
     start_tokens: tuple[int, ...] = ()
     """Tokens of the text from which virtual tokens are initialised. Empty if the spec has no such text."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewAdapter:
-    """A new adapter: the parameters to initialise, and the inputs for their initial values."""
+    """A new adapter: the parameters to initialise, and the values from which they are initialised."""
 
     adapter: JobAdapter
     parameters: Parameters
-    """Parameters at all adapted linears, or at those of one stage (a range of layers), on any device."""
+    """Parameters at all adapted linears, or at the adapted linears of one stage (a range of layers), on any
+    device."""
     draw_device: torch.device | None = None
     """Device on which random numbers are drawn. None draws them on the device of the parameters."""
     frozen: WeightOf | None = None
-    """Function that returns the base's weight of a linear, for kinds that are initialised from it."""
+    """Function that returns the base's weight of a linear, for kinds that are initialised from it. None if it
+    is not available."""
 
     @property
     def sites(self) -> list[str]:
@@ -75,14 +79,14 @@ class NewAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The stacked weights and biases, in the base, of linears that share their input."""
+    """The stacked frozen weights and biases of linears that share their input."""
 
     weight: Weight
-    """Stacked weights of all linears of the group, [N, K]."""
+    """Stacked frozen weights of all linears of the group, [N, K]."""
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
-        """Compute xWᵀ + b into a new tensor, never a view, since the adapters add to it in place."""
+        """Compute xWᵀ + b into a new tensor, never a view, since the adapters add to the result in place."""
         return frozen_product(x_TK, self.weight, self.bias_N)
 
     def unrounded_product(self, x_TK: Tensor) -> Tensor:
@@ -96,24 +100,26 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass through the base: its microbatch, and how adapted linears (sites) compute it."""
+    """One pass through the base: its microbatch, and how the adapted linears (sites) compute it."""
 
     microbatch: Microbatch
     route: Route
     training: bool
     anchor: Tensor
-    """A scalar that requires a gradient, so that the outputs of adapted linears do, too; see
-    `ops.lora.routes.Blocks`."""
+    """A scalar that requires a gradient, so that the outputs of adapted linears require a gradient, too
+    (`ops.lora.routes.Blocks`)."""
     totals: Mapping[str, Parameters]
-    """Maps each job to the accumulators of its gradients."""
+    """Maps each job to the accumulators of its gradients, by parameter."""
     rows: Rows | None = None
-    """The assignment of rows to the programs of the tiled kernels. None if the pass does not use them."""
+    """The assignment of rows to the programs of the tiled kernels. None if the pass does not use these
+    kernels."""
     choices: Choices | None = None
-    """Measured choices between kernels on this device."""
+    """Choices between methods of the kernels, measured on this device."""
     gathered_rows: Mapping[str, GatheredRows] = field(default_factory=dict)
     """Maps each job whose rows a CUDA graph selects by index, not as a range, to these rows."""
     sum_over_shards: Callable[[Tensor], None] | None = None
-    """Function that replaces a tensor by its sum over all shards. None if linears are not divided."""
+    """Function that replaces a tensor by its sum over all shards (workers among which linears are divided).
+    None if linears are not divided."""
     graph_only: bool = False
     """Whether linears need not compute their outputs, because only their backward will be run."""
 
@@ -122,10 +128,11 @@ class Pass:
 class SiteParts:
     """The changes that all jobs of one kind make to a linear in one pass, each to its own rows: y = residual
     + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with scales g_in and g_out and functions `after` of
-    the outputs. Any of these may be absent."""
+    the outputs. Any of these changes may be absent."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Function (x_TK, y_TN) that returns y_TN plus every job's output for x_TK. May overwrite y_TN."""
+    """Function of (x_TK, y_TN) that returns y_TN plus the output that every job's adapter adds for x_TK. It
+    may overwrite y_TN."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
     output_changes: tuple[tuple[slice | GatheredRows, Callable[[Tensor], Tensor]], ...] = ()
@@ -133,54 +140,58 @@ class SiteParts:
 
 
 class SiteBank:
-    """The parameters of all attached adapters of one kind at linears that share their input."""
+    """The parameters of all attached adapters of one kind, at linears that share their input."""
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
         self._attached: dict[str, tuple[JobAdapter, Any]] = {}
-        """Maps each job to its adapter and its weights."""
+        """Maps each job to its adapter and its weights at these linears."""
 
     def attach(self, adapter: JobAdapter, weights: Parameters) -> None:
-        """Attach a job; `weights` are the trained parameters and the kind's constants that passes read."""
+        """Attach a job. `weights` are the trained parameters and the constants of the kind that passes
+        read."""
         self._attached[adapter.job] = adapter, weights
 
     def detach(self, job: str) -> None:
         del self._attached[job]
 
     def segments(self, active_pass: Pass) -> list[Segment]:
-        """Return the segments (ranges of one job's rows) of the pass whose adapters are in this bank."""
+        """Return the segments (ranges of one job's rows) of the pass whose jobs have an adapter of this
+        bank's kind at these linears."""
         return [
             segment for segment in active_pass.microbatch.segments if segment.adapter_job in self._attached
         ]
 
     def parts(self, site: str, frozen: Frozen, active_pass: Pass) -> SiteParts:
-        """Return the changes that this bank's jobs make to the linear `site`, whose weights in the base are
-        `frozen`."""
+        """Return the changes that the adapters in this bank (the parameters of all jobs of a kind) make to
+        the linear `site`, whose weights in the base are `frozen`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPart:
     """A job's adapter at one linear in the form that the tiled kernels compute, LoRA with scales: y = g_out ⊙
-    ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. Fields are None for terms that are absent."""
+    ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b. A field is None if its term is absent."""
 
     low_rank: LowRank | None = None
     g_out: SiteScale | None = None
     g_in: SiteScale | None = None
     computed_pair: ComputedPair | None = None
-    """Inputs from which A and B are computed, for kinds that do not train A and B themselves."""
+    """Vectors and constants from which A and B are computed, for kinds that do not train A and B themselves
+    (VeRA)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteTensors:
-    """A job's tensors at one linear, from which its kind builds a `TiledPart`."""
+    """A job's tensors at one linear, from which the adapter kind builds a `TiledPart`, the input of the tiled
+    kernels."""
 
     adapter: JobAdapter
     site: SiteShape
     weights: Parameters
     """Tensors that passes read: trained parameters and the kind's constants."""
     totals: Parameters
-    """Accumulators of the gradients."""
+    """Accumulators of the parameters' gradients."""
     scratch: dict[Hashable, Tensor] = field(default_factory=dict)
     """Temporary tensors that all linears of the job share. The adapter kind chooses the keys."""
 

@@ -36,7 +36,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
 
 @dataclass(frozen=True, slots=True)
 class BrokenKind:
-    """An adapter kind of another package that cannot be imported."""
+    """An adapter kind, defined by another package, that cannot be imported."""
 
     name: str
     package: str
@@ -57,7 +57,7 @@ class BrokenKind:
 
 
 BROKEN: dict[str, BrokenKind] = {}
-"""Maps the name of each kind that failed to import to its error."""
+"""Maps the name of each adapter kind that cannot be imported to its record with the error."""
 
 
 def _load_other_kinds() -> None:
@@ -85,7 +85,8 @@ _load_other_kinds()
 
 
 def kind_in_config(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the kind that an adapter config describes, or None if it is unknown."""
+    """Return the name of the adapter kind that an adapter folder's config describes, or None if the kind is
+    unknown."""
     if "weftune_kind" in config:
         own = config["weftune_kind"]
         return own if isinstance(own, str) and own in KINDS else None

@@ -3,7 +3,7 @@
 A kind defines the initial values of its parameters, their effect on a job's rows in plain torch, and their
 names and config in PEFT's files.
 
-Shapes: T rows, K inputs, N outputs of a site; L rows of one job.
+Shapes: T rows, K inputs, N outputs of a site (an adapted linear); L rows of one job.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from weftune.ops.site import RowScale, replace_rows
 
 PREFIX = "base_model.model."
 KIND, BASE = "weftune_kind", "base_model_name_or_path"
-"""Keys that the config file of an adapter has in addition to the keys of its spec, for kinds that PEFT does
-not have."""
+"""Keys that the config file of an adapter has in addition to the keys of its spec, if PEFT does not have the
+adapter's kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobAt:
-    """A job's adapter at one linear in one pass: the job's rows, and access to its weights with gradients."""
+    """A job's adapter at one linear in one pass: the job's rows, and access to the adapter's weights and
+    gradients."""
 
     adapter: JobAdapter
     site: SiteShape
@@ -59,18 +60,20 @@ class JobAt:
     weights: Parameters
     frozen: Frozen
     cache: dict[tuple[str, str], Tensor]
-    """Maps (site, name) to a tensor that `once` has computed."""
+    """Maps (site, name) to a tensor that `once` has computed for that linear."""
 
     def trained(self, name: str) -> Tensor:
-        """Return a parameter of this linear. Autograd accumulates its gradient."""
+        """Return a parameter of this linear, whose gradient autograd adds to the job's accumulator."""
         return self._trainable_weight(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
-        """Return a parameter that all linears share. Autograd accumulates its gradient."""
+        """Return a parameter that all linears share, whose gradient autograd adds to the job's
+        accumulator."""
         return self._trainable_weight(SHARED, name)
 
     def detached_parameter(self, name: str) -> Tensor:
-        """Return a parameter of this linear without autograd. Its gradient is added with `add_gradient`."""
+        """Return a parameter of this linear that autograd does not track. Its gradient is added by calling
+        `add_gradient`."""
         return self.weights[self.site.name, name]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -78,19 +81,19 @@ class JobAt:
         self.active_pass.totals[self.adapter.job][self.site.name, name].add_(gradient)
 
     def constant(self, name: str) -> Tensor:
-        """Return a constant of the kind by its name."""
+        """Return a constant tensor of the adapter's kind (such as a random matrix of VeRA) by its name."""
         return self.weights[SHARED, name]
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make`, a function of the linear's frozen weight. It is called once, and its
-        result is cached under `name`."""
+        """Return the result of `make`, a function of the linear's frozen weight. The function is called once
+        per linear, and its result is cached under `name`."""
         if (self.site.name, name) not in self.cache:
             self.cache[self.site.name, name] = make()
         return self.cache[self.site.name, name]
 
     def over_all_inputs(self, sum_N: Tensor) -> Tensor:
-        """Return a sum over all inputs of the linear, given the sum over the inputs that are on this
-        shard."""
+        """Return a sum over all inputs of the linear. `sum_N` is the sum over the inputs that are on this
+        shard (a worker's part of the linear)."""
         if not self.site.sums_outputs:
             return sum_N
         assert self.active_pass.sum_over_shards is not None, "the site is divided among shards"
@@ -120,7 +123,7 @@ class JobAt:
 @dataclass(frozen=True, slots=True)
 class JobPart:
     """A job's changes to its rows of a linear: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), with scales
-    g_in and g_out and functions `add` and `after`. Any of these may be absent."""
+    g_in and g_out and functions `add` and `after`. Any of these changes may be absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """Function that maps the inputs x_LK to values that are added to the outputs, [L, N]."""
@@ -166,7 +169,7 @@ class PlainBank(SiteBank):
 
 @dataclass(frozen=True, slots=True)
 class MergeAt:
-    """A linear of the base and the trained adapter to merge into it. All tensors are float64."""
+    """A linear of the base and the trained adapter that is to be merged into it. All tensors are float64."""
 
     spec: Any
     site: SiteShape
@@ -177,10 +180,10 @@ class MergeAt:
 
 
 class PlainKind:
-    """A kind of adapter, such as LoRA. The methods that a new kind has to define come first."""
+    """A kind of adapter, such as LoRA. The methods that every kind has to define come first."""
 
     name: str
-    """Name of the kind, as in the key `kind` of an adapter spec."""
+    """Name of the kind, which is the value of the key `kind` in an adapter spec."""
 
     # -- what a kind defines -----------------------------------------------------------------------------
 
@@ -189,26 +192,27 @@ class PlainKind:
         raise NotImplementedError
 
     def start(self, new_adapter: NewAdapter) -> None:
-        """Initialise the parameters of a new adapter."""
+        """Set the initial values of all parameters of a new adapter."""
         raise NotImplementedError
 
     def merged(self, merge_site: MergeAt) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias of a linear with the adapter merged into them."""
+        """Return the weight and the bias of a linear after the adapter has been merged into them."""
         raise self._unmergeable_error()
 
     # -- how it is stored: as in PEFT, if PEFT has the kind ----------------------------------------------
 
     def stored_name(self, site: str, name: str) -> str:
-        """Return the name of a parameter in an adapter file."""
+        """Return the name that a parameter has in an adapter file."""
         return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, adapted_sites: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """Return the adapter's config: an object of PEFT, or a mapping if PEFT does not have the kind."""
+        """Return the adapter's config: an object of PEFT's config class, or a mapping if PEFT does not have
+        the kind."""
         keys = {item.name: getattr(spec, item.name) for item in fields(spec)}
         return {KIND: keys.pop("kind"), BASE: base, **keys, "init_from": None}
 
     def read_spec(self, config: Mapping[str, Any]) -> Any:
-        """Return the spec that an adapter config describes."""
+        """Return the spec (kind and settings) that an adapter folder's config describes."""
         own = {key: value for key, value in config.items() if key not in (KIND, BASE)}
         lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
         return KINDS[config[KIND]](**{**own, **lists})
@@ -220,7 +224,7 @@ class PlainKind:
         return value
 
     extra_tensor_names: tuple[str, ...] = ()
-    """Names of the tensors that `extra_tensors` returns."""
+    """Names of the tensors that `extra_tensors` returns, as they occur in adapter files."""
 
     def extra_tensors(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
         """Return the tensors, besides the trained parameters, that adapter files of this kind contain."""
@@ -246,7 +250,7 @@ class PlainKind:
         return VectorLayout(tuple(found))
 
     def rate(self, spec: Any, name: str) -> float:
-        """Return the factor by which the job's learning rate is multiplied for a parameter."""
+        """Return the factor by which the job's learning rate is multiplied for the parameter `name`."""
         return 1.0
 
     def adapts(self, spec: Any, site: str) -> bool:
@@ -259,18 +263,18 @@ class PlainKind:
         return int(spec.rows_before)
 
     def constants_key(self, spec: Any) -> Hashable | None:
-        """Return a key of the kind's constant tensors, which jobs with equal keys share. None if there are
-        none."""
+        """Return a key of the kind's constant tensors, which jobs with equal keys share. None if the kind has
+        no constants."""
         return None
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
-        """Return the kind's constants by name: tensors that all linears read and that are neither trained nor
-        saved, in the dtype and on the device of `like`."""
+        """Return the kind's constant tensors by name. All linears read them, and they are neither trained nor
+        saved. They have the dtype and the device of `like`."""
         return {}
 
     def before_step(self, adapter: JobAdapter, step: int, masters: Callable[[], Parameters]) -> None:
-        """Change the master weights before an optimizer step at which a phase of training ends. Kinds whose
-        training has no phases do nothing."""
+        """Change the master weights before the optimizer step `step` if a phase of training ends there. Kinds
+        whose training has no phases do nothing."""
 
     def bank(self, sites: Sequence[SiteShape]) -> SiteBank:
         return PlainBank(sites, self._adapted_part)
@@ -279,13 +283,13 @@ class PlainKind:
         return self.part(job_site) if self.adapts(job_site.adapter.spec, job_site.site.name) else JobPart()
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
-        """Return a bank for all jobs' adapters on a layer's experts. It is called only for adapters that have
-        parameters there."""
+        """Return an empty object for the parameters of all jobs' adapters on a layer's experts. Called only
+        for adapters that have parameters at experts."""
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
     def is_tiled(self, spec: Any) -> bool:
         """Return whether the tiled kernels can compute adapters of this spec. Other adapters are computed in
-        plain torch from `part`."""
+        plain torch, as `part` describes them."""
         return False
 
     def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
@@ -295,13 +299,13 @@ class PlainKind:
 
     def gathers(self, spec: Any) -> bool:
         """Return whether a CUDA graph can contain adapters of this spec although the tiled kernels do not
-        compute them. This requires that they change linears only by an `ops.site.RowChange` of the
-        outputs."""
+        compute them. True only if the adapters change nothing about linears but their outputs, by an
+        `ops.site.RowChange`."""
         return False
 
     def initialise(self, new_adapter: NewAdapter, sites: Sequence[SiteShape]) -> None:
-        """Initialise the parameters of a new adapter from its job's seed or from its `init_from`; `sites` are
-        the linears of the whole base. The scalar head is drawn unless it is in the folder `init_from`."""
+        """Initialise the parameters of a new adapter from its job's seed or from the folder `init_from`.
+        `sites` are the linears of the whole base. The scalar head is drawn unless it is in that folder."""
         fill_head(new_adapter)
         if new_adapter.adapter.spec.init_from is None:
             self.start(new_adapter)
@@ -312,18 +316,19 @@ class PlainKind:
                 value.copy_(found[site, name])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError if the folder in `init_from` cannot initialise an adapter on the linears
+        """Raise AdapterError if the folder `spec.init_from` cannot initialise an adapter on the linears in
         `sites`."""
         if isinstance(spec.init_from, str):
             self.read_start(spec, sites)
 
     def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in the folder `init_from`, which must be those of the job's adapter."""
+        """Return the parameters in the folder `spec.init_from`. They must have the names and shapes of the
+        job's adapter."""
         assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
         return self.read(Path(spec.init_from), spec, sites)
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in an adapter folder except a scalar head, in the shapes that training
+        """Return the parameters in an adapter folder, except a scalar head, in the shapes that training
         uses."""
         tensors = read_tensors(folder)
         parameters = (one for one in self.layout(spec, sites).parameters if one.name != HEAD)
@@ -344,8 +349,8 @@ class PlainKind:
     def refuse_other_tensors(
         self, folder: Path, spec: Any, stored_names: Set[str], own_names: Set[str]
     ) -> None:
-        """Raise AdapterError if the folder's tensor names, `stored_names`, differ from the adapter's
-        `own_names`."""
+        """Raise AdapterError if the names of the folder's tensors, `stored_names`, are not the names
+        `own_names` that the adapter expects."""
         if not (odd := sorted(stored_names ^ own_names)):
             return
         where = "only in the folder" if odd[0] in stored_names else "not in the folder"
@@ -375,8 +380,8 @@ class PlainKind:
         write_folder(folder, {**tensors, **more}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        """Write to `target` an equivalent of the adapter in `folder` with the same rank and alpha at all
-        linears, for servers that do not support other adapters. Return the rank."""
+        """Write to `target` an equivalent of the adapter in `folder` that has one rank and one alpha at all
+        linears, for servers that support only such adapters. Return the rank."""
         remedy = "nor can it be merged into a model that they load"
         if KINDS[self.name].is_mergeable:
             remedy = "for a model that they load, run weftune export --merged"
@@ -404,7 +409,8 @@ class PlainKind:
                 merge_tokens(folder, path, spec.trained_tokens, value, modules)
 
     def spec_of(self, folder: Path) -> Any:
-        """Return the spec from the folder's config, which is not trusted."""
+        """Return the spec (kind and settings) from an adapter folder's config. The config is checked, since
+        it is not trusted."""
         config = read_config(folder)
         with wrap_config_errors(folder):
             return self.read_spec(config)

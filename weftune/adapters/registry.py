@@ -17,7 +17,7 @@ from weftune.errors import AdapterError, SpecError
 
 OWN_PACKAGE = __name__.partition(".")[0]
 LOADED_KINDS: dict[str, PlainKind] = {}
-"""Maps the name of each adapter kind that has been requested so far to the kind."""
+"""Maps the name of each adapter kind that has been requested so far to its object."""
 
 
 def get_kind(name: str) -> PlainKind:
@@ -41,8 +41,9 @@ _KNOWN_LAYOUTS: deque[tuple[Any, Sequence[SiteShape], VectorLayout]] = deque(max
 
 
 def adapter_layout(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
-    """Return the layout of an adapter's parameters on a base with the linears `sites`. Recent layouts are
-    cached, since a layout has hundreds of parameters and thousands of jobs may share it."""
+    """Return the layout of an adapter's parameters in a flat vector, on a base with the linears `sites`.
+    Recent layouts are cached, since a layout has hundreds of parameters and thousands of jobs may share
+    it."""
     for known_spec, known_sites, layout in tuple(_KNOWN_LAYOUTS):
         if known_sites is sites and known_spec == spec:
             return layout
@@ -52,7 +53,7 @@ def adapter_layout(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
 
 
 def kind_of_folder(folder: Path) -> PlainKind:
-    """Return the kind of the adapter in an adapter folder."""
+    """Return the kind of the adapter that is stored in an adapter folder."""
     config = read_config(folder)
     if (name := kind_in_config(config)) is not None:
         return get_kind(name)

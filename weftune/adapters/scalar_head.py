@@ -1,6 +1,6 @@
 """A job's scalar head: the vector of a reward model that maps the last hidden state of a sample to its
-reward. It is the module `score` of transformers' models for sequence classification, and PEFT stores it as
-one of `modules_to_save`.
+reward. In transformers' models for sequence classification this vector is the module `score`, and PEFT stores
+it as one of `modules_to_save`.
 
 Shapes: D hidden width.
 """
@@ -34,13 +34,14 @@ def fill_head(new_adapter: NewAdapter) -> None:
 
 
 def stored_head(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the scalar head under PEFT's name; empty if there is none."""
+    """Return the scalar head as a dict from its name in PEFT's files to the tensor; empty if the adapter has
+    none."""
     return {STORED_HEAD: parameters[SCORE, HEAD][None]} if (SCORE, HEAD) in parameters else {}
 
 
 def read_head(folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-    """Return the scalar head in an adapter folder; empty if the folder has none. Raise AdapterError if it
-    does not fit the spec."""
+    """Return the scalar head in an adapter folder, by (module, name); empty if the folder has none. Raise
+    AdapterError if it does not fit the spec."""
     if not has_scalar_head(read_config(folder)):
         return {}
     if not spec.scalar_head:

@@ -1,4 +1,4 @@
-"""The part of an adapter's parameters that one shard of a divided base uses."""
+"""The part of an adapter's parameters that one shard uses, a worker that holds a part of every layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def shard_positions(
     whole_sites: Sequence[SiteShape],
 ) -> Tensor:
     """Return, for each value in the flat vector of a shard's parameters, its index in the flat vector of the
-    whole adapter. `local_layout` and `whole_layout` are the layouts of the two vectors. `slices` maps each
-    linear to its part on this shard."""
+    whole adapter. A shard is a worker's part of every layer. `local_layout` and `whole_layout` are the
+    layouts of the two vectors, and `slices` maps each linear to its part on this shard."""
     position = whole_layout.parameter_views(torch.arange(whole_layout.size))
     outputs = {site.name: site.out_features for site in whole_sites}
     found = []

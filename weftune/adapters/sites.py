@@ -1,8 +1,9 @@
 """Groups of sites (adapted linears), the adapters attached to them, and their outputs in the current pass.
 
 A group of linears with the same input multiplies all rows by the stacked frozen weights once, and the
-adapters change the inputs and outputs of their rows. On the tiled route, kernels do all of this at once for
-every kind that has the form of LoRA with scales. Outside a bound pass the base's own forward runs.
+adapters change the inputs and outputs of their jobs' rows. On the tiled route (the GPU kernels), kernels do
+all of this at once for every kind that has the form of LoRA with scales. If no pass is bound, the base's own
+forward runs.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """
@@ -43,18 +44,18 @@ from weftune.ops.site import change_rows, replace_rows, scaled_outputs, scaled_r
 
 @dataclass(slots=True)
 class CurrentPass:
-    """The currently bound pass, if any, shared by all groups of a base."""
+    """The pass that is currently bound, if any. All groups of adapted linears of a base share this object."""
 
     active_pass: Pass | None = None
     untiled_pass: Pass | None = None
-    """Copy of `active_pass` with only the segments of jobs whose adapters the tiled kernels do not
+    """Copy of `active_pass` with only the segments (rows) of jobs whose adapters the tiled kernels do not
     compute."""
     row_jobs: tuple[Tensor, tuple[str | None, ...]] | None = None
-    """Index of the job of each row of the pass, and the jobs by this index. None until the first layer with
-    experts needs them."""
+    """For each row of the pass the index of its job, and the jobs by this index. None until the first layer
+    with experts computes them."""
 
     def replace(self, new_pass: CurrentPass) -> CurrentPass:
-        """Bind another pass, and return the one that was bound."""
+        """Bind another pass, and return the pass that was bound before."""
         before = CurrentPass(self.active_pass, self.untiled_pass, self.row_jobs)
         self.active_pass, self.untiled_pass, self.row_jobs = (
             new_pass.active_pass,
@@ -66,7 +67,7 @@ class CurrentPass:
 
 @dataclass(slots=True)
 class SiteGroup:
-    """Linears that share their input, with the adapters attached to them."""
+    """Linears that share their input, with all adapters that are attached to them."""
 
     sites: tuple[SiteShape, ...]
     frozen: Frozen
@@ -74,13 +75,13 @@ class SiteGroup:
     banks: dict[str, SiteBank] = field(default_factory=dict)
     """Maps the name of each kind of adapter to the object that holds the parameters of its jobs."""
     tiled: TiledBank | None = None
-    """Adapters that the tiled kernels compute, of all kinds. None until the first is attached."""
+    """Adapters of all kinds that the tiled kernels compute. None until the first of them is attached."""
     adds_residual: bool = False
     """Whether the caller of `linear` passes a residual to which the outputs are added."""
 
     def timing_trial(self, active_pass: Pass) -> PlanTrial | None:
-        """Return the trial that measures which kernels are fastest for the group's linears. None unless the
-        tiled kernels compute an adapter of the group and need a trial."""
+        """Return the trial that times the possible methods of the tiled kernels for the group's linears. None
+        unless these kernels compute an adapter of the group and there is a choice."""
         return (
             None
             if self.tiled is None
@@ -88,13 +89,15 @@ class SiteGroup:
         )
 
     def forward(self, plain_forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute the group's only linear, with adapters if a pass is bound."""
+        """Compute the linear of a group that has only one, with adapters if a pass is bound. `plain_forward`
+        is the forward of the base."""
         if self.current_pass.active_pass is None or not self.banks:
             return plain_forward(x)
         return self.linear(x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
     def linear(self, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        """Return residual + the concatenated outputs of all linears of the group."""
+        """Return the concatenated outputs of all linears of the group, with adapters if a pass is bound, plus
+        the residual if it is given."""
         active_pass = self.current_pass.active_pass
         if active_pass is not None and active_pass.route is Route.tiled:
             found = self._tiled_output(x_TK, residual_TN, active_pass)
@@ -120,8 +123,8 @@ class SiteGroup:
             low += site.out_features
 
     def _tiled_output(self, x_TK: Tensor, residual_TN: Tensor | None, active_pass: Pass) -> Tensor | None:
-        """Return the outputs of the tiled kernels, to which adapters that have no kernel have been applied
-        afterwards, each in the rows of its own job. Return None if one of these adapters changes more than
+        """Return the outputs of the tiled kernels, after which adapters that the kernels do not support have
+        been applied, each to the rows of its own job. Return None if one of these adapters changes more than
         the outputs of its rows, or if the kernels do not run on the device."""
         untiled = self.current_pass.untiled_pass
         assert untiled is not None
@@ -147,8 +150,8 @@ class SiteGroup:
         return None if y_TN is None else change_rows(y_TN, residual_TN, changes, active_pass.anchor)
 
     def _kernel_output(self, x_TK: Tensor, residual_TN: Tensor | None, active_pass: Pass) -> Tensor | None:
-        """Compute the outputs, with the tiled kernels if the group has adapters for them. None if the kernels
-        do not run on the device."""
+        """Compute the outputs of the group, with the tiled kernels if the group has adapters that they
+        compute. None if the kernels do not run on the device."""
         if self.tiled is not None:
             try:
                 return self.tiled.linear(x_TK, self.frozen, residual_TN, active_pass)
@@ -159,8 +162,9 @@ class SiteGroup:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """Compute a linear with the changes by all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added outputs) + b), with
-    the fields of `SiteParts`. With scales or several kinds, sums are in at least float32."""
+    """Compute a linear with the changes by adapters of all kinds: after(g_out ⊙ ((x ⊙ g_in)Wᵀ + added
+    outputs) + b), with the fields of `SiteParts`. With scales or several kinds, sums are in at least
+    float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
@@ -178,7 +182,7 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
 
 @dataclass(slots=True)
 class ExpertGroup:
-    """The experts of a layer, with the adapters attached to them."""
+    """The experts of a layer, with all adapters that are attached to them."""
 
     module: nn.Module
     sites: tuple[SiteShape, ...]
@@ -188,8 +192,9 @@ class ExpertGroup:
     def forward(
         self, plain_forward: Callable[..., Tensor], x_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor
     ) -> Tensor:
-        """Compute the experts: with adapters if a job in the pass adapts them, with kernels that multiply all
-        experts at once where available, otherwise with their own forward."""
+        """Compute the experts of a layer. If a job in the pass adapts them, its adapters are applied.
+        Otherwise kernels that multiply by all experts at once are used where available, or else the experts'
+        own forward."""
         active_pass = self.current_pass.active_pass
         banks = (
             []
@@ -255,7 +260,7 @@ def _row_owners(
 def expert_groups(
     modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], current_pass: CurrentPass
 ) -> dict[str, ExpertGroup]:
-    """Return a dict from the path of each layer's experts to their group."""
+    """Return a dict from the module path of each layer's experts to their group."""
     mixed = groupby((site for site in sites if site.experts), key=lambda site: site.name.rpartition(".")[0])
     found = {path: tuple(own) for path, own in mixed}
     return {path: ExpertGroup(modules[own[0].name], own, current_pass) for path, own in found.items()}
@@ -267,7 +272,8 @@ def site_groups(
     groups: Sequence[Sequence[str]],
     current_pass: CurrentPass,
 ) -> dict[str, SiteGroup]:
-    """Return a dict from the name of each linear to its group: one of `groups`, or the linear alone."""
+    """Return a dict from the name of each linear to its group of linears that share their input: one of
+    `groups`, or the linear alone."""
     shapes = {site.name: site for site in sites if not site.experts}
     grouped = {name for names in groups for name in names}
     group_by_site: dict[str, SiteGroup] = {}
@@ -308,8 +314,8 @@ def _stack_any_weights(modules: Sequence[nn.Module]) -> FrozenWeight:
 
 
 def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
-    """Make the modules' parameters of this name views of one tensor. Parameters that share a storage with
-    other parameters, as in a streamed base, are not moved."""
+    """Make the modules' parameters with the name `name` views of one tensor. Parameters that share a storage
+    with other parameters, as in a streamed base, are not moved."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
     if len(parts) == 1 or not alone:
@@ -320,7 +326,8 @@ def _stack_codes(modules: Sequence[nn.Module], name: str, dim: int) -> None:
 
 
 def _stack_parameter(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """Return the modules' parameters of this name as one tensor, of which each module then has a view."""
+    """Return the modules' parameters with the name `name` as one tensor. Each module's parameter becomes a
+    view of it."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
     if len(parts) == 1:
         return parts[0]

@@ -1,5 +1,5 @@
-"""The adapters that the tiled kernels compute: all kinds that have the form of LoRA with scales. A slot is a
-job's index in the kernels' tables.
+"""The adapters that the tiled kernels compute: adapters of all kinds that have the form of LoRA with scales.
+A slot is a job's index in the kernels' tables.
 
 Shapes: T rows, K inputs, N outputs, r rank of a job.
 """
@@ -25,26 +25,29 @@ from weftune.ops.lora.tiling import DIRECT_RANKS, MIN_RANK
 
 class TiledBank:
     """All attached adapters that the tiled kernels compute at linears with the same input. The kernels read
-    the job of each row from `Pass.rows`, so that a CUDA graph works for any jobs."""
+    from `Pass.rows` which job each row belongs to, so that a CUDA graph works for any jobs."""
 
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
         self._slots = slots
         self._parts: dict[str, tuple[int, Sequence[TiledPart | None]]] = {}
-        """Maps each job to its slot and its adapter at each linear. The adapters keep the tensors alive to
-        which the tables point."""
+        """Maps each job to its slot (index in the kernels' tables) and its adapter at each linear. The
+        adapters keep the tensors alive whose addresses are in the tables."""
         self._tables: Group | None = None
-        """The tables that the kernels read. None before a pass needs them and after a change of sizes."""
+        """Tables that the kernels read. None until a pass needs them, and again after a change of their
+        sizes."""
         self._needs_copy = False
         self._rank, self._large_rank, self._drops = MIN_RANK, MIN_RANK, False
         self._scales_out = self._scales_in = self._lengths = self._computes = False
         self._large_rank_jobs: set[str] = set()
-        """Jobs whose rank is larger than DIRECT_RANKS, the limit of a single fused product."""
+        """Jobs whose rank is larger than DIRECT_RANKS, up to which one kernel computes the frozen product and
+        the adapters together."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     def attach(self, job: str, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Attach a job. `parts` are its adapter at each linear, None for a linear without an adapter."""
+        """Attach a job to the index `slot` of the kernels' tables. `parts` are its adapter at each linear,
+        None for a linear without an adapter."""
         self._parts[job] = slot, parts
         self._raise_limits(job, parts)
         self._write_slot(slot, parts)
@@ -55,9 +58,9 @@ class TiledBank:
         self._write_slot(slot, [None] * len(self.sites))
 
     def _raise_limits(self, job: str, parts: Sequence[TiledPart | None]) -> None:
-        """Raise the limits for which kernels are launched, such as the rank, to include a job. Limits only
-        grow, so that detaching a job does not invalidate a CUDA graph. Only the limit of the rank drops again
-        when the last job with a large rank is detached."""
+        """Raise the limits for which kernels are compiled, such as the largest rank, if this job exceeds
+        them. Limits only grow, so that detaching a job does not invalidate a CUDA graph. Only the limit of
+        the rank drops again when the last job with a large rank is detached."""
         before = self._band_count, self._table_flags
         largest = max((part.low_rank.rank for part in parts if part and part.low_rank), default=1)
         rank = 1 << (largest - 1).bit_length()
@@ -77,7 +80,7 @@ class TiledBank:
 
     @property
     def _rank_limit(self) -> int:
-        """Upper limit of the rank of all attached jobs."""
+        """Upper limit of the ranks of all attached jobs, for which kernels are launched."""
         return max(self._rank, self._large_rank) if self._large_rank_jobs else self._rank
 
     @property
@@ -86,11 +89,12 @@ class TiledBank:
 
     @property
     def _table_flags(self) -> tuple[bool, ...]:
-        """Flags that say which tables, such as those of scales, exist in addition to the table of A and B."""
+        """Flags that say whether there are tables of scales, of DoRA's factors and of VeRA's vectors in
+        addition to the table of A and B."""
         return self._scales_out, self._scales_in, self._lengths, self._computes
 
     def resize(self, slots: int) -> None:
-        """Set the number of jobs that fit the tables, which are rebuilt before the next pass."""
+        """Set the number of jobs for which the tables have room. They are rebuilt before the next pass."""
         self._slots, self._tables = slots, None
 
     def send_tables(self) -> None:
@@ -100,8 +104,8 @@ class TiledBank:
             self._needs_copy = False
 
     def _write_slot(self, slot: int, parts: Sequence[TiledPart | None]) -> None:
-        """Write a job's entries to the tables on the host. They are copied to the device later, since more
-        jobs may change before the next pass."""
+        """Write a job's entries to the tables on the host. The tables are copied to the device later, since
+        more jobs may change before the next pass."""
         if self._tables is not None:
             self._set_slot_parts(self._tables, slot, parts)
             self._tables = replace(self._tables, rank=self._rank_limit, has_dropout=self._drops)
@@ -120,12 +124,12 @@ class TiledBank:
 
     def limits(self) -> tuple[object, ...]:
         """Return the values for which kernels are compiled and launched, such as the largest rank. A CUDA
-        graph can be replayed while they are equal."""
+        graph can be replayed while these values are unchanged."""
         return self._rank_limit, self._band_count, self._drops, self._table_flags
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, active_pass: Pass) -> Tensor:
-        """Compute the concatenated outputs of all linears of the group, with every job's adapter, plus the
-        residual."""
+        """Return the concatenated outputs of linears that share their input, with every job's adapter, plus
+        the residual if it is given."""
         assert active_pass.rows is not None, "the rows have no slots"
         return lora_linear(
             x_TK,
@@ -141,8 +145,8 @@ class TiledBank:
         )
 
     def timing_trial(self, frozen: Frozen, residual: bool, active_pass: Pass) -> PlanTrial | None:
-        """Return the trial that measures which kernels are fastest for `linear`, for compilation ahead of
-        time. None if no trial is needed."""
+        """Return the trial that times the possible methods of the tiled kernels for `linear`, so that their
+        kernels can be compiled ahead of time. None if there is no choice."""
         weight = frozen.weight
         if active_pass.rows is None or (isinstance(weight, Tensor) and weight.dim() != 2):
             return None

@@ -24,22 +24,22 @@ from weftune.ops.accumulate import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The rows of the embedding that a job trains, and the accumulator of their gradient."""
+    """The rows of the embedding that a job trains, with the accumulator of their gradient."""
 
     ids_n: Tensor
     rows_nD: Tensor
     total_nD: Tensor
 
     def head_rows(self, anchor: Tensor) -> HeadRows:
-        """Return the trained rows as replacements of rows of an output layer that is tied to the
+        """Return the trained embedding rows as replacements of rows of an output layer that is tied to the
         embedding."""
         return HeadRows(self.ids_n, accumulate_gradient(self.rows_nD, self.total_nD, anchor))
 
     def replace_embeddings(
         self, h: Tensor, microbatch: Microbatch, segment: Segment, embedding: nn.Module, anchor: Tensor
     ) -> Tensor:
-        """Return h with the job's trained rows at the positions of its trained tokens. As in the embedding
-        itself, the padding token gets no gradient."""
+        """Return the embeddings `h` with the job's trained rows at the positions of its trained tokens. The
+        padding token gets no gradient, as in the embedding itself."""
         tokens_L = microbatch.tokens_T[segment.rows]
         places, which = (tokens_L[:, None] == self.ids_n).nonzero(as_tuple=True)
         rows_nD = accumulate_gradient(self.rows_nD, self.total_nD, anchor)
@@ -51,8 +51,8 @@ class TrainedTokens:
 
 
 def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
-    """Return the hidden states `h` with the virtual tokens `rows_ID` inserted at the start of every sample of
-    the segment."""
+    """Return the hidden states `h` with the virtual tokens `rows_ID` at the start of every sample of the
+    segment (the rows of one job)."""
     stops = accumulate(microbatch.sample_lengths)
     starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
     own = [start for start in starts if segment.start <= start < segment.stop]
@@ -62,13 +62,15 @@ def insert_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segme
 
 
 def _embedding_scale(embedding: nn.Module, example: Tensor) -> Tensor | float:
-    """Return the factor by which the model multiplies embeddings, which is not 1 in some families."""
+    """Return the factor by which the model multiplies its embeddings. It is 1 except in some model families,
+    such as Gemma."""
     scale = getattr(embedding, EMBED_SCALE, 1.0)
     return scale.to(example.dtype) if isinstance(scale, Tensor) else float(scale)
 
 
 def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
-    """Return the trained tokens among a job's parameters. None if the job, or this stage, has none."""
+    """Return the trained token embeddings among a job's parameters. None if the job, or this stage of the
+    base, has none."""
     for (site, name), rows_nD in weights.items():
         if name == TOKENS:
             ids_n = torch.tensor(spec.trained_tokens, device=rows_nD.device)
@@ -77,7 +79,7 @@ def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> Traine
 
 
 def fill_tokens(new_adapter: NewAdapter) -> None:
-    """Initialise trained token rows with the base's embeddings."""
+    """Initialise a new adapter's trained token rows with the base's embeddings of these tokens."""
     ids = new_adapter.adapter.spec.trained_tokens
     for (site, name), value in new_adapter.parameters.items():
         if name == TOKENS:
@@ -88,7 +90,8 @@ def fill_tokens(new_adapter: NewAdapter) -> None:
 def merge_tokens(
     folder: object, path: str, token_ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
 ) -> None:
-    """Write the trained rows into the embedding, which also changes an output layer tied to it."""
+    """Write an adapter's trained rows into the base's embedding. This also changes an output layer that is
+    tied to the embedding."""
     weight_VD = modules[path].weight if path in modules else None
     if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
         raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")
@@ -98,8 +101,8 @@ def merge_tokens(
 
 
 def refuse_other_tokens(folder: object, folder_spec: Any, spec: Any) -> None:
-    """Raise AdapterError if the adapter in a folder and the job initialised from it train different
-    tokens."""
+    """Raise AdapterError unless the adapter in a folder and the job that is initialised from it train the
+    same tokens."""
     if folder_spec.trained_tokens != spec.trained_tokens:
         raise AdapterError(
             f"{folder} trains the embeddings of the tokens {list(folder_spec.trained_tokens)}, the job those "

@@ -23,9 +23,11 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
-    """Factor by which the job's learning rate is multiplied. Layouts that differ only in it are equal."""
+    """Factor by which the job's learning rate is multiplied for this parameter. Layouts that differ only in
+    such factors are equal."""
     active_experts: int | None = field(default=None, compare=False)
-    """Number of experts, of those along the first dimension, that one token uses. None without experts."""
+    """Number of experts that one token uses, of the experts along the first dimension. None if the parameter
+    does not belong to experts."""
 
     @property
     def size(self) -> int:
@@ -46,12 +48,14 @@ class VectorLayout:
 
     @cached_property
     def active_size(self) -> int:
-        """Number of parameters that a token uses: all except those of experts that it is not routed to."""
+        """Number of parameters that one token uses: all except the parameters of experts that the token is
+        not routed to."""
         return sum(parameter.active_size for parameter in self.parameters)
 
     @cached_property
     def rates(self) -> tuple[RateRun, ...]:
-        """Runs of neighbouring parameters with equal learning rates. Empty if all have the job's rate."""
+        """Runs of neighbouring parameters with equal learning rates. Empty if all parameters have the job's
+        learning rate."""
         runs: list[RateRun] = []
         stop = 0
         for parameter in self.parameters:
@@ -63,9 +67,9 @@ class VectorLayout:
 
     @cached_property
     def _contiguous_runs(self) -> list[list[tuple[int, int]]]:
-        """All parameters, as (index, start in the flat vector), in runs of equal shapes and equal distances,
-        usually those of one module in every layer. One call creates all views of a run, which saves time for
-        the hundreds of parameters of an adapter."""
+        """All parameters, each as (index, start in the flat vector), grouped into runs of equal shapes and
+        equal distances, usually the same parameter in every layer. One call creates all views of a run, which
+        saves time for the hundreds of parameters of an adapter."""
         runs_by_shape: dict[tuple[tuple[int, ...], str, str], list[tuple[int, int]]] = {}
         runs, start = [], 0
         for index, parameter in enumerate(self.parameters):
@@ -80,7 +84,8 @@ class VectorLayout:
         return runs
 
     def parameter_views(self, vector: Tensor) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters in `vector` by (site, name), as views of its memory."""
+        """Return a dict from (linear's name, parameter name) to the parameter in `vector`, as a view of its
+        memory."""
         assert vector.shape == (self.size,), "the vector does not fit the layout"
         assert vector.is_contiguous()
         parameter_views: list[Tensor] = [vector] * len(self.parameters)
@@ -96,8 +101,8 @@ class VectorLayout:
         }
 
     def slice_vector(self, other_layout: VectorLayout, vector: Tensor) -> Tensor:
-        """Return a flat vector of this layout with the values from `vector`. `other_layout`, the layout of
-        `vector`, contains all parameters of this layout."""
+        """Return a flat vector of this layout with the values that `vector` has for the same parameters.
+        `other_layout`, the layout of `vector`, contains all parameters of this layout."""
         if other_layout == self:
             return vector
         views = other_layout.parameter_views(vector)

@@ -1,4 +1,4 @@
-"""Accumulation of a trained weight's gradient in a given tensor instead of the weight's `.grad`."""
+"""Accumulation of the gradient of a trained weight in a given tensor instead of the weight's `.grad`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 def accumulate_gradient(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-    """Return a copy of the weight for use in a forward. Its gradient is added to `total` instead of `.grad`.
-
-    `anchor` is a scalar with `requires_grad` that never gets a gradient: it makes autograd record the graph.
-    """
+    """Return a copy of the weight for use in a forward, whose gradient the backward adds to `total` instead
+    of `weight.grad`. `anchor` is a scalar with `requires_grad` that never gets a gradient: it makes autograd
+    record the graph."""
     return _Accumulated.apply(anchor, weight, total)
 
 

@@ -25,16 +25,16 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 """Defaults of `torch.optim.AdamW`."""
 BLOCK = 4096
 EVEN_SIZE = 64
-"""Number of values that fills whole vector registers on every CPU. Torch may round the values after the last
-multiple of this number differently, depending on a vector's address, so those values are computed in a padded
-copy."""
+"""Number of values of which a vector's length must be a multiple to fill whole vector registers on every CPU.
+Torch may round the values after the last multiple differently, depending on a vector's address, so these
+values are computed in a padded copy."""
 OP = "AdamW"
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
     """Flat vectors of one job: AdamW's master weights and moments, the gradient, and `weights`, the copy that
-    passes read. `weights` have the base model's dtype, all others are float32 (or float64)."""
+    passes read. `weights` has the base model's dtype, all others are float32 (or float64)."""
 
     master: Tensor
     exp_avg: Tensor
@@ -54,14 +54,14 @@ class AdamState:
             mine.copy_(theirs)
 
     def slice_state(self, start: int, stop: int) -> AdamState:
-        """Return the state of the parameters `start` to `stop`."""
+        """Return a view of the state that covers the parameters with indices from `start` to `stop` − 1."""
         return AdamState(*(vector[start:stop] for vector in self.vectors))
 
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """A range of a job's parameters, `start` to `stop`, and the factor `rate` by which the job's learning
-    rate is multiplied there."""
+    """A range of a job's parameters, from `start` to `stop` − 1, with the factor `rate` by which the job's
+    learning rate is multiplied there."""
 
     start: int
     stop: int
@@ -70,15 +70,16 @@ class RateRun:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step of a job."""
+    """One optimizer step of a job: its state, learning rate and other settings."""
 
     state: AdamState
     step: int
-    """Step number, counted from 1."""
+    """Number of the optimizer step, counted from 1."""
     learning_rate: float
     weight_decay: float
     factor: float
-    """Factor by which the gradient is multiplied; below 1 if it is clipped."""
+    """Factor by which the gradient is multiplied before the update: below 1 if the gradient is clipped, else
+    1."""
     betas: tuple[float, float] = BETAS
     eps: float = EPS
     rates: tuple[RateRun, ...] = ()
@@ -86,15 +87,16 @@ class Update:
     have the job's learning rate."""
 
     def for_state(self, state: AdamState, start: int) -> Update:
-        """Return this optimizer step for a part of the job's parameters: `state` is their state, and `start`
-        the index of the first of them."""
+        """Return this optimizer step restricted to a part of the job's parameters. `state` is the state of
+        the part, and `start` the index of its first parameter."""
         stop = start + state.master.numel()
         cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
         runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
         return replace(self, state=state, rates=tuple(runs))
 
     def split_by_rate(self) -> list[Update]:
-        """Split the step into one update per range of parameters with the same learning rate."""
+        """Split the optimizer step into one update for each range of parameters with the same learning
+        rate."""
         if not self.rates:
             return [self]
         assert self.rates[-1].stop == self.state.master.numel(), "the rates are those of another vector"
@@ -110,15 +112,15 @@ class Update:
 
 
 def gradient_norms(states: Sequence[AdamState]) -> Tensor:
-    """Return the L2 norm of each job's gradient, float64 [J]."""
+    """Return the L2 norm of each job's whole gradient, float64 [J]."""
     if not kernels_available(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
     return square_sums([state.gradient for state in states]).sqrt()
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each vector in float64, [J], so that sums of parts of a long vector can be
-    added."""
+    """Return the sum of squares of each vector in float64 [J]. Sums of several parts of a long vector can be
+    added to get the sum of the whole."""
     return run_with_fallback(OP, vectors[0].device, _launch_squares, _plain_squares, vectors)
 
 
@@ -141,11 +143,9 @@ def _launch_squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
-    """Apply one optimizer step per job. Return whether each job's weights are finite afterwards, bool [J].
-
-    On a GPU, `factor_J` may replace `Update.factor` by values on the device. For a job with a negative factor
-    no step is made, and its gradient is zeroed.
-    """
+    """Apply one optimizer step per job. Return whether each job's weights are finite afterwards, bool [J]. On
+    a GPU, `factor_J` may replace `Update.factor` by values on the device. For a job with a negative factor no
+    step is made, and its gradient is zeroed."""
     if any(one.rates for one in updates):
         return _update_by_rate(updates, factor_J)
     if not kernels_available(updates[0].state.gradient):
@@ -182,8 +182,8 @@ def _launch_update(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor
 
 
 def _update_by_rate(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """Apply optimizer steps of jobs with several learning rates, as if each range of parameters with one rate
-    were a job of its own."""
+    """Apply optimizer steps of jobs with several learning rates: each range of parameters with one learning
+    rate is updated like a separate job."""
     runs = [one.split_by_rate() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]
@@ -238,7 +238,8 @@ def _plain_update(update: Update) -> Tensor:
 
 
 def _torch_adamw(update: Update, vectors: Sequence[Tensor]) -> None:
-    """Apply a step with torch's AdamW. `vectors` are master weights, gradient, first and second moments."""
+    """Apply an optimizer step with torch's AdamW. `vectors` are master weights, gradient, first and second
+    moments."""
     master, gradient, exp_avg, exp_avg_sq = vectors
     adamw(
         [master],
@@ -261,8 +262,8 @@ def _torch_adamw(update: Update, vectors: Sequence[Tensor]) -> None:
 
 
 def _update_scalars(update: Update) -> tuple[float, ...]:
-    """Return the scalars of a job's step in the order of the kernel's table. 1 − β is computed here in
-    float64, because in float32 the result for β = 0.999 would be off by 5e-5."""
+    """Return the scalars of a job's optimizer step in the order of the kernel's table. 1 − β is computed here
+    in float64, because in float32 the result for β = 0.999 would be off by 5e-5."""
     beta1, beta2 = update.betas
     return (
         update.factor,
@@ -277,7 +278,8 @@ def _update_scalars(update: Update) -> tuple[float, ...]:
 
 
 def _address_table(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the kernels' table: one row per job with the addresses of its flat vectors, and their size."""
+    """Return the table that the kernels read: one row per job with the addresses of its flat vectors and the
+    vectors' length."""
     assert all(vector.data_ptr() % 16 == 0 for own in vectors for vector in own), (
         "a flat vector starts a tensor of its own"
     )

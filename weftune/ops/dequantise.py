@@ -1,4 +1,5 @@
-"""Dequantisation of a weight to a matrix by one kernel. The result is bit-identical to that of plain torch.
+"""Dequantisation of a weight to a matrix by one kernel. The result is bit-identical to the dequantisation in
+plain torch.
 
 Shapes: K inputs, N outputs.
 """
@@ -13,8 +14,8 @@ from torch import Tensor
 from weftune.ops import triton as kernels
 
 NF4_WORDS = 512
-"""Number of 32-bit words, with eight 4-bit codes each, that one program dequantises. It divides 2048, the
-number of words that share one value of `nested_absmax`."""
+"""Number of 32-bit words, with eight 4-bit codes each, that one program of the kernel dequantises. It divides
+2048, the number of words that share one value of `nested_absmax`."""
 ROWS_BLOCK = 4096
 WARPS = 4
 

@@ -1,10 +1,11 @@
-"""Dropout as a pure function of (job seed, step, site, token index, feature). A site is an adapted linear.
+"""Dropout as a pure function of (job seed, step, site, token index, feature). A site is a linear layer that
+adapters are attached to. The mask does not depend on other jobs, packing, splitting or recomputation, and a
+GPU kernel can compute it.
 
-Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
-of a value are the product of the two: one multiplication, while a hash per value would take a dozen steps.
-The bits do not depend on other jobs, packing, splitting or recomputation, and a GPU kernel can compute them.
-int32 arithmetic wraps, as the hash requires; shifts are made logical with a mask. On a CPU, numpy hashes rows
-and features: its calls cost less, and its integers can be unsigned.
+Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the
+random bits of a value are the product of the two: one multiplication, while a hash per value would take a
+dozen steps. int32 arithmetic wraps, as the hash requires; shifts are made logical with a mask. On a CPU,
+numpy hashes rows and features: its calls cost less, and its integers can be unsigned.
 
 Shapes: T rows, K features.
 """
@@ -26,16 +27,18 @@ CHUNK = 1 << 17
 """Number of mask values drawn at a time on a CPU, so that intermediate tensors stay in its cache."""
 FEW = 1 << 14
 """Maximum number of mask values for which numpy is used in place of torch on a CPU. For so few values torch
-would not use more than one thread either."""
+would not use several threads either."""
 
 
 def mask_key(seed: int, step: int, site: str) -> int:
-    """Return the hash key of a job's dropout mask at one optimizer step and one linear (site)."""
+    """Return the hash key of a job's dropout mask at one optimizer step and one linear layer (`site` is its
+    name)."""
     return hash_int(step_key(seed, step) ^ zlib.crc32(site.encode()))
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the hash of a job's seed and optimizer step, from which the keys of all linears are derived."""
+    """Return the hash of a job's seed and optimizer step, from which the dropout keys of all linears are
+    derived."""
     mixed = hash_int(seed & 0xFFFFFFFF)
     mixed = hash_int(mixed ^ (seed >> 32 & 0xFFFFFFFF))
     return hash_int(mixed ^ (step & 0xFFFFFFFF))
@@ -43,7 +46,7 @@ def step_key(seed: int, step: int) -> int:
 
 def keep_threshold(probability: float) -> int:
     """Return the integer threshold for a dropout probability: a value is kept if its random bits, read as a
-    signed integer, are at least this."""
+    signed integer, are not below the threshold."""
     return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
@@ -59,11 +62,9 @@ def hash_int(value: int) -> int:
 def keep_mask_TK(
     key_of_site: int, token_index_T: Tensor, features: int, probability: float, first_feature: int = 0
 ) -> Tensor:
-    """Return the mask of values that are kept by dropout with `probability`, bool [T, K].
-
-    The hashes of features depend on the key too, so that no two features have the same mask at every step.
-    `first_feature` is the index of the first feature among those of the whole linear.
-    """
+    """Return the mask of the values that dropout with `probability` keeps, bool [T, K]. The hashes of
+    features depend on the key too, so that no two features have the same mask at every step. `first_feature`
+    is the index of the first of these features in the whole linear, of which a shard may have only a part."""
     draw = _keep_mask_on_cpu if token_index_T.device.type == "cpu" else _keep_mask_by_torch
     numbers = range(first_feature + 1, first_feature + 1 + features)
     return draw(key_of_site, token_index_T, numbers, keep_threshold(probability))
@@ -100,8 +101,8 @@ def _keep_mask_on_cpu(
 
 
 def _hash_unsigned_to_odd(value: np.ndarray) -> np.ndarray:
-    """Return the 32-bit finaliser of MurmurHash3 of unsigned integers with the lowest bit set, as
-    `hash_to_odd` does for tensors."""
+    """Return the 32-bit finaliser of MurmurHash3 of each unsigned integer, with the lowest bit set. The bits
+    are those that `hash_to_odd` returns for tensors."""
     value = value ^ (value >> 16)
     value *= np.uint32(FIRST)
     value ^= value >> 13
@@ -125,8 +126,8 @@ def hash_bits(value: Tensor) -> Tensor:
 
 
 def _fold_bits(value: Tensor, bit_count: int) -> Tensor:
-    """Return value ^ (value >>> bit_count). torch shifts int32 arithmetically, so sign bits are masked
-    off."""
+    """Return value ^ (value >>> bit_count), where >>> is a logical shift. torch shifts int32 arithmetically,
+    so the copied sign bits are masked off."""
     return value ^ ((value >> bit_count) & (1 << 32 - bit_count) - 1)
 
 

@@ -2,8 +2,8 @@
 for CPUs. `ops/lora/experts.py` has the implementation for GPUs.
 
 A choice is a pair of a token and one of its experts. Choices are sorted by expert, then by token. So the rows
-of every expert are contiguous, and among the rows of one job those of every expert are too. Grouped matrix
-products can therefore be used, and no product reads rows of two jobs.
+of every expert are contiguous, and among the rows of one job the rows of every expert are contiguous too.
+Grouped matrix products can therefore be used, and no product reads rows of two jobs.
 
 Shapes: T tokens, k experts per token, S = T · k choices, s choices of one job, E experts, D hidden width, K
 inputs, N outputs of a linear, r rank.
@@ -22,17 +22,17 @@ from weftune.core.device_class import get_device_class
 from weftune.ops.lora.table import Group
 
 ALIGNED = 8
-"""Number of which a row's width, in 16-bit values, must be a multiple in grouped matrix products."""
+"""Number of 16-bit values of which the width of a row must be a multiple in grouped matrix products."""
 
 
 Tokens = tuple[int, int]
-"""Start and stop of a range of tokens."""
+"""Start and stop of a range of tokens in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One job's LoRA on a linear of every expert. To the outputs of the tokens `start` to `stop`, it adds
-    scale · xAᵀB with A and B of the expert that computes them."""
+    """One job's LoRA on a linear of every expert. To the outputs for the tokens from `start` to `stop` − 1 it
+    adds scale · xAᵀB, with A and B of the expert that computes each output."""
 
     start: int
     stop: int
@@ -47,14 +47,16 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """The weights of one linear (gate and up, or down) of all experts of a layer, with the jobs' adapters."""
+    """The weights of one linear (gate and up together, or down) of all experts of a layer, with the jobs'
+    adapters."""
 
     weight_ENK: Tensor
     group: Group | None = None
-    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter here. Entry n · E
-    + e of the group's table holds the n-th adapter at expert e."""
+    """Adapters in the layout that the GPU kernels expect, or None if no job has an adapter at this linear.
+    Entry n · E + e of the group's table holds the n-th adapter at expert e."""
     parts: Sequence[ExpertPart] = ()
-    """Adapters for the implementation in plain torch; empty for the GPU kernels."""
+    """Adapters in the form that the implementation in plain torch expects. Empty if the GPU kernels are
+    used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Routes:
 
     experts_S: Tensor
     stops_E: Tensor
-    """Index after the last row of each expert among the rows sorted by expert."""
+    """Index after the last row of each expert, among the rows sorted by expert."""
     order_S: Tensor
     """Maps each position in the order by expert to the index of a choice (a pair of a token and one of its k
     experts), which is k times the token plus the number of the expert among the token's."""
@@ -79,8 +81,8 @@ class Routes:
         return cls(experts_S, _expert_stops(experts_S, count), order_S, places_S.view(experts_Tk.shape))
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
-        order by expert, [S, D]."""
+        """Return, for each choice (a pair of a token and one of its experts) in the order by expert, the row
+        of x that belongs to its token, [S, D]."""
         return x_TD[self.order_S // self.sorted_index_Tk.shape[1]]
 
     def job_choices(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -102,7 +104,8 @@ class Routes:
         return y_SN
 
     def gather_outputs(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Return for each token the sum of its experts' outputs, multiplied by the router's weights."""
+        """Return for each token the sum of its experts' outputs, each multiplied by the router's weight for
+        that expert."""
         return (y_SD[self.sorted_index_Tk] * weights_Tk[..., None]).sum(dim=1).to(y_SD.dtype)
 
 
@@ -162,7 +165,7 @@ def _token_output(x_K: Tensor, token: int, expert_index: int, site: ExpertSite) 
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
     """Return each row of x times the matrix of its expert. Where `supports_grouped_mm` allows it, a single
-    kernel computes all experts."""
+    kernel multiplies by the matrices of all experts."""
     if supports_grouped_mm(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
@@ -172,7 +175,7 @@ def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
 
 def supports_grouped_mm(w_EKN: Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` can multiply by these matrices of experts. False for
-    trained matrices, since it leaves the gradient of an expert without rows uninitialised."""
+    trained matrices, since that function leaves the gradient of an expert without rows uninitialised."""
     if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])

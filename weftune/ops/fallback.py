@@ -1,9 +1,9 @@
-"""Plain torch as a substitute for kernels that do not compile or launch on the device.
+"""Plain torch as a substitute for kernels that do not compile or launch on the device. The kernels are tested
+on GPUs of one compute capability only (`core.device_class`).
 
-The kernels are tested on GPUs of one compute capability only (`core.device_class`). Triton compiles and loads
-a kernel at its first launch, before it runs. When this fails in an op that launches one kernel, nothing has
-been written yet, and torch computes the op instead. An op of several kernels that add to gradients rehearses
-them first: it launches them once on rows that belong to no job.
+Triton compiles and loads a kernel at its first launch, before it runs. If this fails in an op that launches
+one kernel, nothing has been written yet, and torch computes the op instead. An op of several kernels that add
+to gradients rehearses its kernels first: it launches them once on rows that belong to no job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weftune.core.device_class import TEST_COMMAND, get_device_class
 
 REHEARSING = ("cuda",)
 """Device types on which kernels are rehearsed: launched once without effect, to find out whether they
-compile. Triton's interpreter has nothing to compile."""
+compile. A CPU is not included, since Triton's interpreter has nothing to compile."""
 REFUSALS = (
     *(
         "no kernel image",
@@ -51,7 +51,7 @@ _rehearsal_results: dict[Hashable, bool] = {}
 
 
 def has_failed(op: str) -> bool:
-    """Return whether a kernel of the op has failed in this process."""
+    """Return whether a kernel of the named op has failed in this process."""
     return op in _failed_ops
 
 
@@ -62,8 +62,8 @@ def run_with_fallback(
     torch_function: Callable[..., Result],
     *arguments: Any,
 ) -> Result:
-    """Return the result of `kernel_function`, or of `torch_function` if a kernel fails now or has failed
-    before. Both are called with `arguments`.
+    """Return the result of `kernel_function`, or of `torch_function` if a kernel of the op fails now or has
+    failed before. Both functions are called with `arguments`.
 
     `kernel_function` must have written nothing but new tensors when its kernel is launched.
     """
@@ -80,8 +80,8 @@ def run_with_fallback(
 def rehearse_kernels(
     op: str, key: Hashable, device: torch.device, launch_kernels: Callable[[], object]
 ) -> None:
-    """Find out whether an op's kernels run with the launch parameters in `key`, before these are first used:
-    call `launch_kernels`, which launches them without any effect, once per key.
+    """Find out whether an op's kernels run with the launch parameters in `key`, before these parameters are
+    first used: call `launch_kernels`, which launches the kernels without any effect, once per key.
 
     Raise KernelsFailed if a kernel fails, and at every later call with this key. Do nothing during the
     capture of a CUDA graph: a pass is captured only after it has run uncaptured.
@@ -104,8 +104,8 @@ def rehearse_kernels(
 
 
 def is_kernel_failure(error: Exception) -> bool:
-    """Return whether the error says that a kernel could not be compiled, loaded or launched. A shortage of
-    memory does not count, nor does an error of a kernel that ran before."""
+    """Return whether the error says that a kernel could not be compiled, loaded or launched. False for a
+    shortage of memory and for an error of a kernel that was launched earlier."""
     from triton.errors import TritonError
 
     if isinstance(error, TritonError | subprocess.CalledProcessError):
@@ -115,7 +115,7 @@ def is_kernel_failure(error: Exception) -> bool:
 
 
 def _log_fallback(op: str, device: torch.device, error: Exception) -> None:
-    """Warn the user that torch computes the op from now on, once for each op."""
+    """Warn the user, once for each op, that torch computes the op from now on."""
     if op in _failed_ops:
         return
     _failed_ops.add(op)

@@ -1,7 +1,9 @@
-"""Matrix products of 8-bit floats on the fp8 tensor cores of a GPU. `core.weights` has the references.
+"""Matrix products of 8-bit floats on the fp8 tensor cores of a GPU. `core.weights` has the references in
+plain torch.
 
-torch's product with a scale per row rounds to bfloat16, which loses digits if another tensor is added to it.
-The product with one scale per matrix returns float32, and the row scales are multiplied in afterwards.
+torch's product with a scale per row rounds to bfloat16, which loses digits if another tensor is added to the
+result. The product with one scale per matrix returns float32, and the row scales are multiplied in
+afterwards.
 
 Shapes: T rows, M columns that are summed over, L rows of the frozen operand.
 """
@@ -19,17 +21,17 @@ from weftune.ops.triton import kernels_available
 
 VALUES = 1 << 14
 """Number of values that a program of the kernel `row_codes` converts, 64 per thread. A row with more values
-is converted by a single program, too."""
+is also converted by a single program."""
 MULTIPLE = 16
-"""Number of which both dimensions of the weight must be multiples in `torch._scaled_mm`."""
+"""Number of which both dimensions of the weight must be multiples for `torch._scaled_mm`."""
 
 
 def row_codes(
     x_TM: Tensor, scale_M: Tensor | None = None, whole_maxima: WholeMaxima | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise the rows of x ⊙ scale to 8-bit floats with a scale per row, as `core.weights.quantise_rows`
-    does. One Triton kernel is used where Triton is available, unless x has only a shard's part of each row
-    (`whole_maxima`)."""
+    """Quantise the rows of x ⊙ scale to 8-bit floats with one scale per row, with the result of
+    `core.weights.quantise_rows`. One Triton kernel does this where Triton is available, unless x has only a
+    shard's part of each row; `whole_maxima` then finds the maxima of whole rows."""
     if whole_maxima is not None:
         return weights.quantise_rows(x_TM.contiguous(), scale_M, whole_maxima)
     if x_TM.is_cuda and kernels_available(x_TM):
@@ -68,8 +70,8 @@ def multiply(
     dtype: torch.dtype,
     whole_maxima: WholeMaxima | None = None,
 ) -> Tensor:
-    """Multiply by the transpose of an 8-bit weight, given as codes and scales, on a GPU. This implements
-    `core.weights.MultiplyCodes`."""
+    """Multiply `left_TM` by the transpose of an 8-bit weight, given as codes and scales, on a GPU. This
+    function implements `core.weights.MultiplyCodes`."""
     if left_TM.dtype is torch.float64 or not supports_library_product(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype, whole_maxima)
     left_TM, scale_T = row_codes(left_TM, scale_M, whole_maxima)
@@ -86,7 +88,8 @@ def multiply(
 
 
 def unscaled_code_product(left_TM: Tensor, codes_LM: Tensor) -> Tensor:
-    """Return left · codesᵀ in float32, before the scales are applied."""
+    """Return left · codesᵀ, the product of two matrices of 8-bit floats, in float32. The caller multiplies it
+    by their scales."""
     if not supports_library_product(codes_LM):
         return left_TM.float() @ codes_LM.float().T
     one = torch.ones((), device=left_TM.device)

@@ -2,9 +2,9 @@
 relaxation of the L0 penalty.
 
 A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
-pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
-recomputation. The product with the difference saves only its input for the backward, which recomputes the
-gates: temporary tensors of the size of a weight exist for one linear at a time.
+pure function of (job seed, step, name of the linear, element): it does not depend on other jobs, packing,
+splitting or recomputation. The product with the difference saves only its input for the backward, which
+recomputes the gates: temporary tensors of the size of a weight exist for one linear at a time.
 
 Shapes: L rows of one job, K inputs, N outputs.
 """
@@ -22,37 +22,41 @@ from weftune.ops.dropout import STRIDE, hash_bits, hash_to_odd, to_signed
 
 LOWER, UPPER = -1.5, 1.5
 OPEN, SHUT = 1e4, -1e4
-"""Values of α for which the gate is 1 (OPEN) or 0 (SHUT) for any noise, also after any optimizer step."""
+"""Values of a gate's parameter α for which the gate is 1 (OPEN) or 0 (SHUT) with any noise, also after any
+optimizer step."""
 BITS = 23
-"""Number of bits of the random integer n in a uniform number (n + ½) / 2²³, which is exact in float32."""
+"""Number of bits of the random integer n from which a uniform number (n + ½) / 2²³ is computed, exactly in
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A sparse trained matrix that is added to a frozen weight (the difference) and the parameters α of its
-    gates, or the accumulators of the gradients of both."""
+    """A trained difference to a frozen weight and the parameters α of its gates. Also used for the
+    accumulators of their gradients."""
 
     w_NK: Tensor
     alpha_NK: Tensor
     group_alpha: Tensor | None
-    """Parameter α [1] of an additional gate for the whole tensor. None if the tensor has no such gate."""
+    """Parameter α [1] of an additional gate that multiplies the whole tensor. None if the tensor has no such
+    gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnGates:
-    """The random keys of the gates in one pass, and the weight `l0_weight` of the L0 penalty."""
+    """The random keys from which one pass draws the noise of its gates, and the weight `l0_weight` of the L0
+    penalty."""
 
     key: int
-    """Random key of the noise u of the elements' gates."""
+    """Random key from which the noise u of every element's gate is computed."""
     group_key: int
     l0_weight: float
     adds_penalty: Tensor
-    """Scalar tensor: 1 if the gradient of the penalty is added in this pass, else 0."""
+    """Scalar tensor: 1 if the backward of this pass adds the gradient of the L0 penalty, else 0."""
 
 
 def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1), [rows, columns], in the dtype of `like`. Each is a pure function of
-    the key and its position."""
+    """Return uniform random numbers in (0, 1), [rows, columns], in the dtype of `like`. Each number is a pure
+    function of the key and its position."""
     row, column = (
         torch.arange(1, count + 1, dtype=torch.int32, device=like.device) for count in (rows, columns)
     )
@@ -62,8 +66,8 @@ def uniform_noise(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def gate_with_slope(alpha: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gate z and its derivative dz/dα. If `noise` (u) is None, the gate has no noise, as in
-    evaluation."""
+    """Return the hard-concrete gate z for the parameter α, and its derivative dz/dα. If `noise` (u) is None,
+    the gate has no noise, as in evaluation."""
     s = torch.sigmoid(alpha if noise is None else alpha + torch.logit(noise))
     stretched = s * (UPPER - LOWER) + LOWER
     inside = (stretched > 0) & (stretched < 1)
@@ -71,8 +75,8 @@ def gate_with_slope(alpha: Tensor, noise: Tensor | None = None) -> tuple[Tensor,
 
 
 def pruned_values(values: Gated, kept_count: int) -> Tensor:
-    """Return the difference w multiplied by its gates without noise, with all but the `kept_count` largest
-    elements set to 0."""
+    """Return the trained difference to the frozen weight, multiplied by its gates without noise, with all but
+    the `kept_count` largest elements set to 0."""
     dtype = accumulation_dtype(values.w_NK.dtype)
     whole = values.w_NK.to(dtype) * gate_with_slope(values.alpha_NK.to(dtype))[0]
     if values.group_alpha is not None:
@@ -84,8 +88,8 @@ def pruned_values(values: Gated, kept_count: int) -> Tensor:
 
 
 def fix_gates(values: Gated, kept_count: int) -> None:
-    """Prune the difference in place to its `kept_count` largest elements, as `pruned_values` does. Fix the
-    gates of these elements at 1 and all others at 0."""
+    """Prune the trained difference in place to its `kept_count` largest elements, the elements that
+    `pruned_values` keeps. Fix the gates of these elements at 1 and all other gates at 0."""
     whole = pruned_values(values, kept_count)
     values.w_NK.copy_(whole)
     values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
@@ -96,9 +100,9 @@ def fix_gates(values: Gated, kept_count: int) -> None:
 def difference_product(
     x_LK: Tensor, values: Gated, totals: Gated, drawn_gates: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
-    """Return x(z ⊙ w)ᵀ with the difference w and its gates z. The backward adds the gradients of w and of the
-    gates to `totals`. If `drawn_gates` is None, the gates are fixed and only w has a gradient. `anchor` makes
-    autograd record the product (`ops.accumulate`)."""
+    """Return x(z ⊙ w)ᵀ, where w is the trained difference to the frozen weight and z are its gates. The
+    backward adds the gradients of w and of the gates to `totals`. If `drawn_gates` is None, the gates are
+    fixed and only w has a gradient. `anchor` makes autograd record the product (`ops.accumulate`)."""
     return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn_gates)
 
 
@@ -136,7 +140,8 @@ class _DifferenceProduct(torch.autograd.Function):
 def _gate_values(
     values: Gated, drawn_gates: DrawnGates | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the gates of the elements and the gate of the whole tensor, each with its derivative dz/dα."""
+    """Return the gates of the elements and the gate of the whole tensor, each together with its derivative
+    dz/dα."""
     alpha_NK = values.alpha_NK.to(accumulation_dtype(values.alpha_NK.dtype))
     fixed = alpha_NK.new_ones(1), alpha_NK.new_zeros(1)
     if drawn_gates is None:
@@ -150,7 +155,7 @@ def _gate_values(
 
 
 def _add_penalty(values: Gated, totals: Gated, drawn_gates: DrawnGates) -> None:
-    """Add the gradient of the penalty to `totals`. The penalty is l0_weight times the expected number of
+    """Add the gradient of the L0 penalty to `totals`. The penalty is l0_weight times the expected number of
     elements whose gates are not 0."""
     # The probability that a gate is not 0 is σ(α), since UPPER = −LOWER.
     p_NK = torch.sigmoid(values.alpha_NK.to(totals.alpha_NK.dtype))

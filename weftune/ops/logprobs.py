@@ -2,14 +2,13 @@
 memory at once, and sums over the rows of each job.
 
 Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to its
-hidden state is computed in the forward pass, chunk by chunk; the backward only scales it row by row.
+hidden state is computed in the forward pass, chunk by chunk; the backward only scales it row by row. If a job
+trains some rows of the head, the gradients of these rows' logits are saved too, and the backward computes the
+gradient of the trained rows from them.
 
-If a job trains some rows of the head, the gradients of these rows' logits are saved too, and the backward
-computes the gradient of the rows from them.
-
-If the head is divided among shards, each shard computes the logits of its own tokens. The shards exchange a
-few statistics of each row, from which all compute the same log-probabilities, and they add up their parts of
-the gradient.
+If the head is divided among shards (workers), each shard computes the logits of its own tokens. The shards
+exchange a few statistics of each row, from which all compute the same log-probabilities, and they add up
+their parts of the gradient.
 
 Shapes: S supervised rows, J jobs (the rows of a job are contiguous), D hidden width, V vocabulary (on a shard
 its own tokens), K shards, n tokens whose head rows a job trains.
@@ -36,11 +35,8 @@ def target_logprobs(
     h_SD: Tensor, targets_S: Tensor, head: Head, own_rows: HeadRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return each row's log-probability of its target [S], and whether the target is the row's argmax [S].
-    `own_rows` are the rows of the head that the job trains, if there are any.
-
-    Among equal logits the argmax is the lowest index, as in `torch.argmax`: a row whose logits are all equal
-    predicts token 0.
-    """
+    `own_rows` are the rows of the head that the job trains, or None. Among equal logits the argmax is the
+    lowest index, as in `torch.argmax`: a row whose logits are all equal predicts token 0."""
     if head.shard is not None:
         rows_nD, ids_n = (None, None) if own_rows is None else (own_rows.rows_nD, own_rows.ids_n)
         return _ShardedTargetLogprobs.apply(h_SD, rows_nD, ids_n, targets_S, head, head.shard)
@@ -113,9 +109,9 @@ class _OwnTargetLogprobs(torch.autograd.Function):
 
 
 class _ShardedTargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of the targets if the rows of the head are divided among shards, in plain torch. All
-    sums over shards are computed in the forward, because every shard runs the forward, even for a job that
-    has ended on another shard."""
+    """Log-probabilities of the targets if the rows of the head are divided among shards (workers), in plain
+    torch. All sums over shards are computed in the forward, because every shard runs the forward, even for a
+    job that has ended on another shard."""
 
     @staticmethod
     def forward(
@@ -152,16 +148,16 @@ class _ShardedTargetLogprobs(torch.autograd.Function):
 
 
 class _OwnRowsOnShard:
-    """The rows of the output head that a job trains, if the head is divided among shards. The trained rows of
-    this shard's tokens replace the frozen ones."""
+    """The rows of the output head that a job trains, if the head is divided among shards (workers). The
+    trained rows of this shard's tokens replace the frozen rows."""
 
     def __init__(self, rows_nD: Tensor, ids_n: Tensor, shard: VocabularyShard) -> None:
         index_n, self.is_local_n = shard.local_rows(ids_n)
         self.replaced = HeadRows(index_n[self.is_local_n], rows_nD[self.is_local_n])
 
     def take_gradient(self, gradient_SV: Tensor) -> Tensor:
-        """Return the gradient at the logits of all trained rows, [S, n], which is 0 for rows of other shards.
-        Set the columns of the rows of this shard to 0 in `gradient_SV`."""
+        """Return the gradient at the logits of all trained head rows, [S, n], which is 0 for trained rows of
+        other shards. In `gradient_SV`, set the columns of this shard's trained rows to 0."""
         dlogits_Sn = gradient_SV.new_zeros(len(gradient_SV), len(self.is_local_n))
         dlogits_Sn[:, self.is_local_n] = gradient_SV[:, self.replaced.ids_n]
         gradient_SV[:, self.replaced.ids_n] = 0.0
@@ -177,8 +173,8 @@ def _shard_logprobs(
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (1) the log-probabilities, (2) whether the targets are the argmax, (3) this shard's part of the
-    gradient at `h`, and (4) its part of the gradient at the logits of the job's own rows, [S, 0] if there are
-    none."""
+    gradient at `h`, and (4) its part of the gradient at the logits of the head rows that the job trains, [S,
+    0] if there are none."""
     logits_SV = head.logits(h, None if own_rows is None else own_rows.replaced)
     row_S, is_local_S = shard.local_rows(targets_S)
     target_S = torch.where(is_local_S, logits_SV.gather(1, row_S[:, None])[:, 0], 0.0)
@@ -231,8 +227,8 @@ def _product_gradient(
     normalised: Tensor, logits: Tensor, targets: Tensor, head: Head, counts: Tensor | float = 1.0
 ) -> Tensor:
     """Return the gradient of log p(target) with respect to the product hWᵀ of hidden states and head, through
-    the soft-cap and the multiplier of the logits. `normalised` is overwritten. `counts` is 1, or for each row
-    1 if its target is on this shard and 0 otherwise."""
+    the soft-cap and the multiplier of the logits. `normalised` is overwritten. `counts` is 1 or, if the head
+    is divided among shards, for each row 1 if its target is on this shard and 0 otherwise."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += counts
     if head.softcap is not None:
@@ -271,8 +267,8 @@ def _run_kernel(
 
 
 def range_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the sums of J consecutive ranges of values with the given lengths, [J]. Autograd can
-    differentiate them."""
+    """Return the sums of J consecutive ranges of values with the given lengths, [J]. The result is
+    differentiable."""
     lengths_J = to_device(torch.tensor(lengths), values_S.device)
     # Unsafe, since otherwise the lengths are checked on the device and the host waits for it.
     return torch.segment_reduce(values_S, "sum", lengths=lengths_J, unsafe=True)

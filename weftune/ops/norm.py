@@ -1,6 +1,5 @@
-"""RMSNorm of packed rows, alone or fused with the residual connection.
-
-The weight is frozen. For the backward, a fused autograd node saves its input and one float per row.
+"""RMSNorm of packed rows, alone or fused with the residual connection. The weight is frozen. For the
+backward, the fused autograd node saves its input and one float per row.
 
 Shapes: T rows, D width.
 """
@@ -19,15 +18,15 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "RMSNorm"
 TILE = 4096
-"""Minimum number of values per program. Narrow rows share a program: the norm of attention heads has millions
-of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
+"""Minimum number of values per kernel program. Narrow rows share a program: the norm of attention heads has
+millions of rows of 64 or 128 values, and a program for each row would take longer to start than to run."""
 VALUES_A_THREAD = 16
-"""Number of values per thread: two 16-byte accesses per tensor in half precision, which hide the latency of
-the row's mean."""
+"""Number of values per thread of a kernel: two 16-byte accesses per tensor in half precision, which hide the
+latency of the row's mean."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Return x · rsqrt(mean x² + eps) · (weight + offset). Gemma's offset is 1."""
+    """Return x · rsqrt(mean x² + eps) · (weight + offset). The offset is 1 in Gemma models."""
     if not kernels_available(x_TD):
         return rms_norm_reference(x_TD, weight_D, eps, offset)
     return _RmsNorm.apply(x_TD, None, weight_D, eps, offset)
@@ -42,7 +41,7 @@ def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.
 
 
 def rms_norm_onto(h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Return h + the RMSNorm of x: the residual connection plus the normalised output of a branch."""
+    """Return h plus the RMSNorm of x: the residual connection plus the normalised output of a branch."""
     if not kernels_available(x_TD):
         return rms_norm_onto_reference(h_TD, x_TD, weight_D, eps, offset)
     return _RmsNorm.apply(x_TD, h_TD, weight_D, eps, offset)
@@ -193,7 +192,7 @@ def _launch_backward(
 
 
 def _tile_width(width: int) -> tuple[int, int, int]:
-    """Return (rows per program, columns rounded up to a power of two, warps)."""
+    """Return, for rows of this width, (rows per program, columns rounded up to a power of two, warps)."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, TILE // block)
     return rows, block, min(16, rows * block // (32 * VALUES_A_THREAD))

@@ -1,4 +1,4 @@
-"""Attention of one new row per sequence to the sequence's rows in a paged cache.
+"""Attention of one new row per sequence to all rows of the sequence in a paged key/value cache.
 
 Shapes: B sequences, P pages of a page table, C rows of the cache, H query heads, G key heads, D width.
 """
@@ -15,8 +15,8 @@ from weftune.ops.triton import kernels_available
 ROWS = 64
 """Number of cached rows that a program reads at a time."""
 PROGRAMS = 512
-"""Number of programs that keep a GPU busy. If there are fewer pairs of a sequence and a key head, the rows of
-each sequence are split among several programs."""
+"""Number of kernel programs that keep a GPU busy. If there are fewer pairs of a sequence and a key head, the
+rows of each sequence are split among several programs."""
 MAX_SHARES = 16
 
 
@@ -32,8 +32,8 @@ def paged_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Return the attention of each sequence's last row, [B, H, D]. The rows of sequence b are the first
-    `lengths_B[b]` rows of the pages `tables_BP[b]`, which have `page_rows` rows each; the last of them is the
-    new row itself. If `window` is given, attention is limited to that many last rows."""
+    `lengths_B[b]` rows of the pages `tables_BP[b]`, which have `page_rows` rows each; the last of these rows
+    is the new row itself. If `window` is given, attention is limited to that many last rows."""
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
     arguments = q_BHD, keys_CGD, values_CGD, tables_BP, lengths_B, page_rows, scale, window, softcap
     same_width = keys_CGD.shape == values_CGD.shape

@@ -23,9 +23,10 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 
 OP = "rotary embedding"
 TILE = 1024
-"""Number of values in each half of the rotary width that a program processes."""
+"""Number of values that a kernel program processes in each half of the rotary width."""
 WARPS = 4
-"""Warps per program. Each thread processes eight values of each half: 16-byte accesses in half precision."""
+"""Number of warps per program. Each thread processes eight values of each half: 16-byte accesses in half
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,14 @@ class HeadNorms:
     k_D: Tensor
     eps: float
     offset: float = 0.0
-    """Offset added to the weights, as in `rms_norm`."""
+    """Number that is added to the weights: 1 in Gemma models, else 0."""
 
 
 def rotary_split(
     qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv into (q_THD, k_TGD, v_TGD). q and k are rotated as in Llama: column i pairs with i + E/2."""
+    """Split qkv into queries, keys and values (q_THD, k_TGD, v_TGD). q and k are rotated as in Llama: column
+    i pairs with column i + E/2. If `norms` is given, their heads are normalised first."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
     assert qkv_TN.shape[1] == (heads + 2 * groups) * width
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])
@@ -211,8 +213,9 @@ def _launch_backward(
 
 
 def _launch_constants(heads: int, groups: int, width: int, half: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs per row, and the constants of both kernels. Block sizes are powers of two
-    that cover the heads per program, half of the rotary width, and the columns that are not rotated."""
+    """Return the number of programs per row, and the compile-time constants of the forward and the backward
+    kernel. Block sizes are powers of two that cover the heads per program, half of the rotary width, and the
+    columns that are not rotated."""
     all_heads, half_block = heads + 2 * groups, _next_power_of_two(half)
     chunk = max(1, min(TILE // half_block, _next_power_of_two(all_heads)))
     return -(-all_heads // chunk), {

@@ -17,7 +17,7 @@ from weftune.ops import triton as kernels
 
 BLOCK, WARPS = 2048, 16
 """Number of tokens that a program reads at a time, and the number of its warps. There is one program per
-sequence, so each can use a whole multiprocessor."""
+sequence, so each program can use a whole multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,12 @@ class Draw:
     """Divisor of the scores. 0 selects the token with the largest score."""
     top_p: float
     key: int
-    """Key of the random numbers, a signed 32-bit integer."""
+    """Key from which the random numbers are computed, a signed 32-bit integer."""
 
 
 def sample_rows(scores_BV: Tensor, logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """Return each sequence's next token [B], drawn by scores, and its log-probability by logits [B]."""
+    """Return each sequence's next token [B], drawn according to `scores_BV`, and its log-probability
+    according to `logits_BV` [B]."""
     count, vocabulary = scores_BV.shape
     host = np.empty((3, count), dtype=np.int32)
     host[0] = np.array([draw.temperature for draw in draws], dtype=np.float32).view(np.int32)

@@ -14,18 +14,16 @@ class SideStream:
     product leaves multiprocessors idle in its last wave, which independent memory-bound work can use."""
 
     def __init__(self, device: torch.device) -> None:
-        """Record the point in the current stream, the main one, that work on the second stream will wait
-        for."""
+        """Record the current point of the current (main) CUDA stream. Work on the second stream will wait for
+        this point."""
         self._stream = _side_stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
     def concurrent_work(self) -> Iterator[None]:
-        """Launch the work inside the context on the second stream. At the end of the context the main stream
-        is made to wait for this work.
-
-        The context must not allocate memory: the allocator does not track use by the second stream.
-        """
+        """Return a context in which work is launched on the second stream. At its end, the main stream is
+        made to wait for this work. The work must not allocate memory, since the allocator does not track use
+        by the second stream."""
         if self._stream is None or self._ready is None:
             yield
             return

@@ -33,24 +33,24 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """A vector `values_M` by which a job's rows `start` to `stop` are multiplied. Autograd may track the
-    vector."""
+    """A vector `values_M` by which a job's rows, from `start` to `stop` − 1, are multiplied. Autograd may
+    track the vector."""
 
     start: int
     stop: int
     values_M: Tensor
     scales_bias: bool = False
-    """Whether the frozen bias is scaled too. It is used only for scales of outputs."""
+    """Whether the frozen bias is scaled too. Only scales of outputs use this."""
 
 
 def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
-    """Return x with the rows of every job multiplied by the job's values. No two scales may share a row."""
+    """Return x with each job's rows multiplied by the job's vector. No two scales may share a row."""
     return _apply_by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
 
 
 def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
-    """Return y with each job's rows multiplied by the job's values, plus the bias. The bias is added before
-    the multiplication if `scales_bias` is set, else after it."""
+    """Return y with each job's rows multiplied by the job's vector, plus the bias. If a scale's `scales_bias`
+    is set, the bias is added before the multiplication, else after it."""
     if bias_N is None:
         return scaled_rows(y_TN, scales)
 
@@ -88,16 +88,17 @@ def replace_rows(y_TN: Tensor, values: Sequence[tuple[slice, Tensor]]) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class GatheredRows:
-    """The row indices of one job in a tensor, so that a captured CUDA graph can use them in any microbatch.
+    """The indices of one job's rows as a tensor, so that a captured CUDA graph can select the rows in any
+    microbatch.
 
-    The length R is fixed. If the job has fewer rows, they are repeated as padding.
+    The length R is fixed. If the job has fewer rows, some of them are repeated as padding.
     """
 
     index_R: Tensor
     is_counted_R1: Tensor
-    """Whether each element of `index_R` is a row of the job; False for padding."""
+    """Whether each element of `index_R` is a row of the job. False for repeated rows, which are padding."""
     first_position_R: Tensor
-    """Position in `index_R` of the first occurrence of the same row, for each element."""
+    """For each element of `index_R`, the position of the first element with the same row."""
 
 
 @runtime_checkable
@@ -106,23 +107,23 @@ class RowChange(Protocol):
     without an autograd graph."""
 
     def __call__(self, y_LM: Tensor) -> Tensor:
-        """Return the output rows that replace y, by operations that autograd records."""
+        """Return the output rows that replace `y_LM`, computed by operations that autograd records."""
 
     def forward(self, y_LM: Tensor) -> Tensor: ...
 
     def backward(self, y_LM: Tensor, dy_LM: Tensor) -> Tensor:
-        """Return the gradient of y. Add the gradients of the job's weights to their accumulators."""
+        """Return the gradient of `y_LM`, and add the gradients of the job's weights to their accumulators."""
 
 
 Change = tuple[slice | GatheredRows, slice, Callable[[Tensor], Tensor]]
 """A change of a linear's output: the rows and the columns that are changed, and the function that is applied
-to them."""
+to their values."""
 
 
 def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
     """Return a detached copy of the residual, with zeros in the rows and columns of all changes. The caller
-    adds the copy to y. `change_rows` then adds the missing values, and passes on the whole gradient of the
-    residual."""
+    adds the copy to y. `change_rows` then adds the values that were set to zero, and passes on the whole
+    gradient of the residual."""
     residual_TN = residual_TN.detach().clone()
     for rows, columns, _ in changes:
         _zero_rows(residual_TN[:, columns], rows)
@@ -132,8 +133,9 @@ def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor
 def change_rows(
     y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change], anchor: Tensor
 ) -> Tensor:
-    """Overwrite y with f(y) + residual in the rows and columns of every change, and return y. Elsewhere y
-    must already contain the residual. `anchor` makes autograd record the changes (`ops.accumulate`).
+    """Overwrite y with f(y) + residual in the rows and columns of every change, where f is the function of
+    the change, and return y. Elsewhere y must already contain the residual. `anchor` makes autograd record
+    the changes (`ops.accumulate`).
 
     Only the changed rows are copied for the backward, which recomputes f.
     """
@@ -209,8 +211,8 @@ def _zero_rows(x_TM: Tensor, rows: slice | GatheredRows) -> None:
 
 
 def unrounded_product(x_TK: Tensor, weight: Weight) -> Tensor:
-    """Return xWᵀ without rounding to the dtype of x: in float32 for 16-bit operands, so that terms added
-    later are not lost."""
+    """Return xWᵀ without rounding to the dtype of x, in float32 for 16-bit operands. Small terms that are
+    added later are then not lost."""
     if is_coded(weight):
         return quantised_product(x_TK, weight, accumulation_dtype(x_TK.dtype))
     if x_TK.dtype in HALVES:

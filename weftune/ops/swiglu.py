@@ -1,5 +1,5 @@
 """The gated activation (SwiGLU or GEGLU) of a feed-forward block. A row of the input holds the columns of
-gate, then those of up, as the fused linear returns them.
+gate, then the columns of up, in the order of the fused linear's output.
 
 Shapes: T rows, I width of the activation, F = 2I.
 """
@@ -20,7 +20,7 @@ from weftune.ops.triton import kernels_available, with_contiguous_rows
 OP = "the gated activation"
 BLOCK = 1024
 WARPS = 4
-"""Warps per program. Each thread then processes eight values, one 16-byte access per tensor in half
+"""Number of warps per program. Each thread then processes eight values, one 16-byte access per tensor in half
 precision. Up to five tensors are live at once, so more values per thread would lower the occupancy and the
 memory bandwidth."""
 
@@ -31,7 +31,8 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 
 
 def geglu(gate_up_TF: Tensor) -> Tensor:
-    """Return gelu(gate) · up with the tanh approximation, as in Gemma."""
+    """Return gelu(gate) · up, where gate is the first half of the columns. GELU is computed by its tanh
+    approximation, as in Gemma."""
     return _apply_gate(gate_up_TF, gelu=True)
 
 

@@ -1,5 +1,5 @@
-"""The part of an executor that decides, if a single worker holds the whole base, which optimizer steps are
-made and which events are reported."""
+"""The `Agreement` of an executor whose single worker holds the whole base. An agreement decides which
+optimizer steps are made and which events are reported."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ from weftune.run.training.steps import StepRequest, StepsUnderway
 
 class Alone:
     def __init__(self, adapters: AdapterState, is_asynchronous: bool) -> None:
-        """Create the agreement of a single worker. `is_asynchronous` is True if the device works
-        asynchronously, so that durations are read later."""
+        """Create the agreement of a single worker. `is_asynchronous` is True if the device runs behind the
+        host, as a GPU does, so that the durations of passes are read later."""
         self._adapters, self._roster, self._runs_behind = adapters, adapters.roster, is_asynchronous
         self._program = NOTHING_TO_DO
         self._pending_evaluations: Counter[tuple[str, int]] = Counter()
-        """Maps each evaluation (job, step) to the number of its microbatches that have not run yet."""
+        """Maps each evaluation (job, step) of the Program that is running to the number of its microbatches
+        that have not run yet."""
         self._evaluation_sums: dict[tuple[str, int], EvaluationSums] = {}
         self._unreported_passes: list[TimedPass] = []
         """Passes that have run since the last optimizer step and have not been reported yet."""
@@ -55,11 +56,11 @@ class Alone:
         self._passes_before_steps: list[TimedPass] = []
         """Passes that ran before the optimizer steps in `_steps_underway` and have not been reported yet."""
         self._steps_settled = False
-        """Whether the duration of the optimizer steps in `_steps_underway` is typical, because it includes no
-        setup such as compilation."""
+        """Whether the duration of the optimizer steps in `_steps_underway` is typical. False for the first
+        steps of a run, which include setup such as compilation."""
         self._seen_kinds: set[str] = set()
-        """Kinds of work (pass, evaluation, step) that have run. The first of each kind includes setup
-        time."""
+        """Kinds of work ("pass", "evaluation" or "step") that have run at least once. The first run of each
+        kind includes setup time, so its duration is not typical."""
 
     @property
     def shortage(self) -> str:
@@ -79,7 +80,8 @@ class Alone:
         pass
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the microbatch without the rows of failed jobs, on which no other worker depends."""
+        """Return the planned microbatch without the rows of failed jobs. They can be left out, because no
+        other worker depends on them."""
         return plan.without(self._roster.failed_jobs)
 
     def receive(self, action: Recv) -> Tensor:
@@ -114,14 +116,15 @@ class Alone:
             self._unreported_passes = []
 
     def _is_repeated(self, kind: str) -> bool:
-        """Return whether work of this kind (pass, evaluation or step) has run before. From now on it counts
-        as run."""
+        """Return whether work of this kind ("pass", "evaluation" or "step") has run before, and record that
+        it has run now."""
         before = kind in self._seen_kinds
         self._seen_kinds.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
-        """Yield one event per pass, with its duration. Waits until the device has finished the passes."""
+        """Yield one event per pass of a microbatch over the base, with its duration. Waits until the device
+        has finished the passes."""
         for timed in passes:
             met = {job: self._roster.trainings[job].layout.active_size for job in timed.plan.jobs}
             time = PassTime(
@@ -164,7 +167,8 @@ class Alone:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
-        """Make the optimizer steps of several jobs together. They are consecutive actions of the Program."""
+        """Make the optimizer steps of several jobs together. The Program lists these steps directly one after
+        another."""
         if self._adapters.needs_previous_outcome:
             yield from self.finish_steps()
         requests = [
@@ -211,8 +215,8 @@ class Alone:
                 yield Stepped(job, request.training.progress.step, outcome)
 
     def end_early(self) -> bool:
-        """Drop unfinished global batches. Return True, which ends the window at once, since no other worker
-        waits for tensors from this one."""
+        """Drop unfinished global batches. Return True, which ends the window (the run of one Program) at
+        once, since there is no other worker that waits for tensors."""
         self._unreported_passes = []
         self._adapters.abandon()
         return True

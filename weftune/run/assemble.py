@@ -1,4 +1,5 @@
-"""Functions that construct the executor of a worker from its parts, as the worker's layout requires."""
+"""Functions that construct the executor of a worker from its parts. The worker's layout determines the parts,
+for example resident or streamed weights."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 
 Agrees = Callable[[AdapterState, ActionTimer, Shards | None], Agreement]
-"""Function that returns the worker's `Agreement`, which decides on optimizer steps and events."""
+"""Function that returns the worker's `Agreement`, the part of an executor that decides which optimizer steps
+are made and which events are reported."""
 
 
 def resident_executor(
@@ -44,11 +46,11 @@ def resident_executor(
     fuses_layers: bool | None = None,
 ) -> Executor:
     """Return an executor for a base that stays on its device, or for this worker's one stage or shard of the
-    base. `team` are the workers that divide every layer into shards, or None. With `graphs`, passes are
-    captured as CUDA graphs where possible: immediately with `captures_early`, and otherwise only where that
-    saves time. `apply_updates` is the function that updates adapters whose master weights and moments are in
-    host memory. `fuses_layers` says whether layers run as fused ops; None fuses them where kernels make that
-    faster."""
+    base. `team` describes the workers among which every layer is divided into shards; None if layers are not
+    divided. With `graphs`, passes are captured as CUDA graphs where possible: immediately with
+    `captures_early`, and otherwise only where a capture saves time. `apply_updates` is the function that
+    updates adapters whose master weights and moments are in host memory. `fuses_layers` says whether layers
+    run as fused ops; None fuses them where kernels make that faster."""
     part = part or one_device_layout(base.shape.layers).for_worker(0)
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, fuses_layers, team)
@@ -82,8 +84,8 @@ def streamed_executor(
 ) -> Executor:
     """Return an executor for a streamed base, whose stages take turns on one device. `apply_updates` is the
     function that updates adapters in host memory. If `graphs`, passes are captured as CUDA graphs where
-    possible, in the memory of `pool` if it is given. `team` are the workers that divide every layer into
-    shards, or None."""
+    possible, in the memory of `pool` if it is given. `team` describes the workers among which every layer is
+    divided into shards; None if layers are not divided."""
     base, part = streamed.whole, streamed.part
     shards = None if team is None else Shards(base, team)
     adapted = AdaptedBase(base, route, team=team)

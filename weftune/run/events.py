@@ -1,4 +1,5 @@
-"""Events that the executor reports while it runs a Program."""
+"""Events that the executor reports while it runs a Program, the planned actions of every worker for a few
+global batches."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weftune.run.training.state import EvaluationSums, StepOutcome
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The event that a job has made an optimizer step."""
+    """The event that a job has made an optimizer step, with the step's number and outcome."""
 
     job: str
     step: int
@@ -37,19 +38,20 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The scores of some samples of a job after the optimizer step `step`. A score is the sum of the
-    log-probabilities of a sample's supervised tokens."""
+    """The scores of some samples of a job, computed with the weights after the optimizer step `step`. A score
+    is the sum of the log-probabilities of a sample's supervised tokens."""
 
     job: str
     step: int
     samples: tuple[int, ...]
-    """Indices of the samples, as the Program numbers them."""
+    """Indices of the scored samples in the job's data, as the Program numbers them."""
     logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDue:
-    """The event that the Program has reached a point where a checkpoint of this job is to be saved."""
+    """The event that the Program has reached its Save action for this job: a checkpoint of the job is to be
+    written now."""
 
     job: str
     step: int
@@ -57,7 +59,7 @@ class SaveDue:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The event that a job has failed, with the reason in words for the user. Other jobs continue."""
+    """The event that a job has failed, with the reason as a message for the user. Other jobs continue."""
 
     job: str
     reason: str
@@ -65,23 +67,25 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The event that a microbatch has passed through the base, with its plan and the duration of the pass."""
+    """The event that a microbatch has passed through the whole base, with the plan of the microbatch and the
+    duration of the pass."""
 
     microbatch: MicrobatchPlan
     time: PassTime
 
 
 Event = Stepped | Evaluated | Scored | SaveDue | Failed | Passed | StateTime
-"""Any event that an executor reports. `StateTime` is the duration of optimizer steps made together."""
+"""Any event that an executor reports. A `StateTime` is the duration of the optimizer steps of several jobs,
+which were made together."""
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if a pass did not fit into memory, after unfinished global batches have been dropped."""
+    """Raised if a pass did not fit into memory. Unfinished global batches have been dropped by then."""
 
 
 def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluated | Failed:
-    """Return the event of a finished evaluation of a job with this objective. If the loss is not finite, the
-    job fails."""
+    """Return the event that reports a finished evaluation of a job with this objective. It is `Failed` if the
+    loss is not finite."""
     if not math.isfinite(sums.loss):
         return Failed(sums.job, f"its evaluation loss at step {sums.step} is {sums.loss}")
     return Evaluated(
@@ -95,7 +99,8 @@ def evaluation_event(sums: EvaluationSums, objective: ObjectiveSpec) -> Evaluate
 
 
 def score_event(scores: Scored) -> Scored | Failed:
-    """Return the event of the scores of samples. A score that is not finite makes the job fail."""
+    """Return the event that reports the scores of samples: the scores themselves, or `Failed` if a score is
+    not finite."""
     for sample, logprob in zip(scores.samples, scores.logprobs, strict=True):
         if not math.isfinite(logprob):
             return Failed(scores.job, f"the reference log-probability of its sample {sample} is {logprob}")

@@ -1,8 +1,8 @@
 """The executor, which runs the actions that a Program lists for one worker, in order, and reports events.
 
-There is one executor class for all layouts; only its parts differ (`assemble.py`). In a pipeline, and at the
-last stage of the model, the activations of a stage's forward are kept for its backward. For other streamed
-stages only the input is kept, and the forward is recomputed.
+There is one executor class for all layouts (resident, streamed, pipeline); only its parts differ
+(`assemble.py`). In a pipeline, and at the last stage of the model, the activations of a stage's forward are
+kept for its backward. For other streamed stages only the input is kept, and the forward is recomputed.
 
 Shapes: T rows of a microbatch, D hidden width.
 """
@@ -82,8 +82,8 @@ class Executor:
         timer: ActionTimer,
         worker: int = 0,
     ) -> None:
-        """Create an executor from its parts. `worker` is the index of this worker over all replicas, and
-        `part` the stages or shard of the base that it holds."""
+        """Create an executor from its parts. `worker` is the index of this worker over all replicas (copies
+        of the pipeline), and `part` describes the stages or the shard of the base that it holds."""
         self.adapted = adapted
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.worker = part, worker
@@ -94,27 +94,28 @@ class Executor:
         self._roster, self._timer = adapters.roster, timer
         self.attached, self.failed_jobs = self._roster.trainings, self._roster.failed_jobs
         self.home = adapters.home
-        """Device that keeps the training state of attached jobs."""
+        """Device on which the training state of attached jobs (master weights and moments) is kept: the GPU,
+        or the CPU for host memory."""
         self.is_fused = adapted.is_fused
-        """Whether the base's layers run as fused ops."""
+        """Whether the base's layers run as fused ops instead of transformers' own forward."""
         self._last_stage = len(part.stages) - 1
         """Index of the model's last stage, which another worker may hold."""
         self._program = NOTHING_TO_DO
         self._fetch: Fetch = fetch_from(NOTHING_TO_DO, {})
         self._trained_microbatches: frozenset[int] = frozenset()
-        """Indices of the microbatches whose backward this worker runs in the current window."""
+        """Indices of the microbatches whose training forward this worker runs in the current Program."""
         self._in_flight: dict[int, InFlight] = {}
         self._sample_keys: dict[tuple[str, int, int], SampleKeys] = {}
-        """Maps (job, step, offset of the sample) to the attention keys and values of a long sample whose
-        chunks are being processed."""
+        """Maps (job, step, offset of the sample) to the attention keys and values of a long sample, which is
+        cut into chunks that are being processed one by one."""
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished, some of whose microbatches are in flight on
+        """Global batches that the last Program left unfinished. Some of their microbatches are in flight on
         this worker."""
         self._next_microbatch: tuple[MicrobatchPlan, DeviceMicrobatch] | None = None
-        """Plan and tensors of the next microbatch, if they have been prepared in advance."""
+        """Plan and device tensors of the next microbatch. None unless they have been prepared in advance."""
         self.offer_turn: Callable[[], object] | None = None
-        """Function that is called after every pass of a window, when no microbatch is bound to the base, so
-        that a decoder can generate tokens. None if there is no decoder."""
+        """Function that is called after every pass over a stage, when no adapters are bound to the base, so
+        that a chat decoder can generate tokens with the base. None if there is no decoder."""
         self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
@@ -138,7 +139,8 @@ class Executor:
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:
-        """Mark a job as failed: its rows and actions are skipped from now on. Other jobs are not affected."""
+        """Mark a job as failed: its rows and its actions in the Program are skipped from now on. Other jobs
+        are not affected."""
         self.adapters.kill(job)
 
     def record_evaluation(
@@ -153,19 +155,21 @@ class Executor:
         self.attached[job].record_evaluation(loss, keep_best, min_delta, is_requested, score)
 
     def use_mean_weights(self, job: str) -> None:
-        """Make passes read the mean of the job's weights after its last steps, which a sweep evaluates.
-        Called between windows; the job makes no optimizer step until `use_latest_weights`."""
+        """Make passes read the mean of the job's weights after its last steps, which a sweep (a search over
+        hyperparameters) evaluates. Called between two Programs; the job makes no optimizer step until
+        `use_latest_weights`."""
         self.adapters.use_weights(job, self.attached[job].evaluated_weights)
         # The mean is no version that any step computed.
         self._set_version(job, -1 - self.attached[job].progress.step)
 
     def use_latest_weights(self, job: str) -> None:
-        """Make passes read the job's latest weights again. Called between windows."""
+        """Make passes read the job's latest weights again, after `use_mean_weights`. Called between two
+        Programs."""
         self.adapters.use_weights(job, self.attached[job].master)
         self._set_version(job, self.attached[job].progress.step)
 
     def _set_version(self, job: str, version: int) -> None:
-        """Record the version number of the weights of a job that the next pass reads."""
+        """Record the version number of the weights that the next pass reads for a job."""
         if (attached := self.banks.attached.get(job)) is not None:
             attached.version = version
 
@@ -180,19 +184,20 @@ class Executor:
             return self.writer.snapshots.take_snapshot(self.attached[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Save a checkpoint between windows. In a run of one process, this is equivalent to `save`."""
+        """Save a checkpoint between the runs of two Programs. In a run of one process this does the same as
+        `save`."""
         self.save(job, folder)
 
     def take_unsaved(self) -> list[Unsaved]:
-        """Return checkpoints that could not be written and have not been reported yet."""
+        """Return the checkpoints that could not be written and that no earlier call has returned."""
         return self.writer.take_unsaved()
 
     def finish_saves(self, job: str) -> None:
-        """Wait until the job's checkpoints are written or have failed."""
+        """Wait until every requested checkpoint of the job has been written or could not be written."""
         self.writer.wait(job)
 
     def restore_base(self) -> None:
-        """Finish all writes, and remove all adapters and fused layers from the base."""
+        """Wait until all files are written, and remove all adapters and fused layers from the base."""
         self.writer.close()
         self.passes.abandon()
         self.adapted.restore_base()
@@ -206,10 +211,11 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         is_overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action of the Program and yield events. Microbatches that the window leaves in flight are
-        kept for the next window. After `stop` returns True, the run ends as soon as no global batch is
-        unfinished. If that takes too long, or if `is_overdue` returns True, the run ends immediately and
-        unfinished global batches are dropped."""
+        """Run this worker's actions of the Program, which covers one window (a few global batches of every
+        job), and yield events. Microbatches that are in flight at the end are kept for the next Program.
+        After `stop` returns True, the run ends as soon as no global batch is unfinished. If that takes too
+        long, or if `is_overdue` returns True, the run ends immediately and unfinished global batches are
+        dropped."""
         self._check_program(program)
         with self.adapted.on_stream():
             self._continue_microbatches(program)
@@ -231,8 +237,8 @@ class Executor:
                 self.unfinished = unfinished_work(program)
 
     def _continue_microbatches(self, program: Program) -> None:
-        """Give the microbatches that the last window left in flight the indices that they have in this
-        Program, or drop them if the Program does not continue them."""
+        """Give the microbatches that the last Program left in flight the indices that they have in this
+        Program, or drop them if this Program does not contain them."""
         if program.inherited:
             numbers = {one.number: index for index, one in enumerate(program.inherited)}
             self._in_flight = {numbers[old]: in_flight for old, in_flight in self._in_flight.items()}
@@ -275,7 +281,8 @@ class Executor:
                     self.offer_turn()
 
     def _guard_memory(self, events: Iterator[Event]) -> Iterator[Event]:
-        """Yield the events of an action. If the action runs out of memory, drop all unfinished work."""
+        """Yield the events of an action. If the action runs out of memory, drop all unfinished work and
+        report the shortage to the agreement."""
         shortage = ""
         try:
             yield from events
@@ -292,8 +299,8 @@ class Executor:
         return bool(self._in_flight) or self._roster.has_open_batch()
 
     def _finish_action(self, action: Action) -> Iterator[Event]:
-        """Report an action that has run, and yield the resulting events. After the last action of a
-        microbatch on this worker, release the microbatch."""
+        """Report an action that has run, and yield the resulting events. After a microbatch's last action on
+        this worker, release its tensors."""
         span, passed = self._timer.stop(), None
         if (
             isinstance(action, Compute | HalfPass)
@@ -308,7 +315,8 @@ class Executor:
         yield from self.agreement.report_action(action, span, passed)
 
     def _drop_unfinished_passes(self) -> Iterator[Event]:
-        """Drop all unfinished passes. Optimizer steps that were already requested are finished first."""
+        """Drop all unfinished passes of microbatches. Optimizer steps that were already requested are
+        finished first."""
         yield from self.agreement.finish_steps()
         self._in_flight.clear()
         self._sample_keys.clear()
@@ -463,9 +471,9 @@ class Executor:
         self.adapters.prepare_next_passes(visit.stage, plan.jobs)
 
     def _sample_scores(self, h_TD: Tensor, in_flight: InFlight) -> list[Scored]:
-        """Return the scores of samples under the reference policy. The scores of mismatched samples (prompts
-        with the completion of another sample, for the KL term of KTO) are stored for the losses that are
-        computed later."""
+        """Return the log-probability of each sample under the reference policy, for preference objectives.
+        Those of mismatched samples (prompts with the completion of another sample, for the KL term of KTO)
+        are not returned but stored for the losses that are computed later."""
         segments, sums = (
             in_flight.pass_times.plan.segments,
             self.scorer.sample_logprobs(h_TD, in_flight.device_microbatch),
@@ -480,7 +488,8 @@ class Executor:
         ]
 
     def _add_scores(self, job: str, step: int) -> Iterator[Event]:
-        """Replace this replica's sums for the KL term of KTO by the sums over all replicas."""
+        """Replace this replica's sums for the KL term of KTO by the sums over all replicas (copies of the
+        pipeline)."""
         sums = self.agreement.add_scores(job, step)
         if sums is not None:
             self.scorer.set_kl_sums(job, step, sums)
@@ -490,8 +499,8 @@ class Executor:
             self.agreement.report_shortage(f"another replica could not score the samples of {job}")
 
     def _prepare_stage(self, stage: int, plan: MicrobatchPlan, before_backward: bool) -> None:
-        """Make the weights of a stage, and the adapters of the microbatch's jobs, readable by the device.
-        `before_backward` is True before a backward."""
+        """Make the weights of a stage, and the adapters of the microbatch's jobs, readable by the device
+        before a pass. `before_backward` is True if the pass is a backward."""
         waited = self.adapters.make_readable(stage, plan.jobs, before_backward)
         if self.weights.make_readable(stage) or waited:
             self._timer.start()
@@ -500,8 +509,9 @@ class Executor:
         return self.activations.read(visit) if visit.stage else None
 
     def _collect_losses(self, in_flight: InFlight) -> None:
-        """Add a microbatch's losses and correct predictions to its jobs' open global batches, after the
-        backward of this worker's last stage. Workers without the last stage of the model add zeros."""
+        """Add a microbatch's losses and correct predictions to the sums of its jobs' unfinished global
+        batches, after the backward of this worker's last stage. Workers without the last stage of the model
+        add zeros."""
         segments, scores = in_flight.device_microbatch.microbatch.segments, in_flight.scores
         in_flight.scores = None
         if scores is not None:
@@ -542,8 +552,8 @@ class Executor:
         return self._sample_keys.setdefault(key, SampleKeys(sample.length))
 
     def _release_sample_keys(self, plan: MicrobatchPlan) -> None:
-        """Release the keys and values of a long sample after the backward of its first chunk, which is the
-        last to run."""
+        """Release the keys and values of a long sample after the backward of its first chunk. Backwards run
+        in the reverse order of chunks, so the first chunk is the last to run."""
         if (chunk := plan.chunk) is not None and chunk.chunk_start == 0:
             segment = plan.segments[0]
             del self._sample_keys[segment.job, segment.step, chunk.sample_offset]
@@ -553,8 +563,8 @@ class Executor:
         return to_device_microbatch(self._fetch(plan, kind), plan.rows, base.device, base.shape.context)
 
     def _prepare_next_microbatch(self, number: int) -> None:
-        """Prepare the next microbatch while the GPU computes, before an optimizer step makes the host
-        wait."""
+        """Copy the tensors of the microbatch after `number` to the device while the GPU computes, before an
+        optimizer step makes the host wait."""
         self._next_microbatch = None
         if (
             self.adapted.stream is not None
@@ -566,7 +576,8 @@ class Executor:
                 self._next_microbatch = plan, self._to_device_microbatch(plan, Forward)
 
     def _check_program(self, program: Program) -> None:
-        """Raise PlanError if this executor's layout cannot run the Program."""
+        """Raise PlanError if the Program needs another layout than the one that this executor was built
+        for."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
             raise PlanError(
@@ -595,8 +606,8 @@ class Executor:
 
 
 def max_rows_in_flight(program: Program, worker: int = 0) -> int:
-    """Return the maximum number of rows in flight on a worker at any time. Microbatches are in flight between
-    their first forward and their last backward."""
+    """Return the maximum number of rows in flight on a worker at any time. The rows of a microbatch are in
+    flight from the microbatch's first forward to its last backward on the worker."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = max_rows = 0

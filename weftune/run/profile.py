@@ -1,7 +1,9 @@
 """Measurement of the time and peak memory of passes over a shallow base, and of optimizer steps, on this
-device. The executor runs the passes, so kernels and CUDA graphs are those of training. Two bases of the same
-widths and different depths are measured, to separate the cost of a layer from all other costs. Weights are
-random."""
+device. The executor runs the passes, so kernels and CUDA graphs are the same as in training.
+
+Two bases of the same widths and different depths are measured, to separate the cost of a layer from all other
+costs. Weights are random.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,13 @@ from weftune.run.training.state import new_training
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Number of measured passes per `ProfileCase`, by device type. On a GPU two unmeasured passes precede them:
-one compiles kernels, one captures a CUDA graph."""
+"""Maps each device type to the number of measured passes per `ProfileCase`. On a GPU two unmeasured passes
+precede them: one compiles kernels, one captures a CUDA graph."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
-"""A callback that reports progress. It receives the number of cases measured so far and the number of all
-cases."""
+"""A callback that reports the progress of the measurement. It receives the number of cases measured so far
+and the number of all cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,8 @@ class ProfileCase:
     length: int
     rank: int = RANKS[0]
     supervised_fraction: float = 1.0
-    """Fraction of a sample's tokens that are supervised. The head is computed only for these."""
+    """Fraction of a sample's tokens that are supervised. The model's head is computed only for these
+    tokens."""
     training: bool = True
 
     @property
@@ -92,12 +95,12 @@ CASES = (
     ProfileCase(jobs=4, samples=1, length=64, supervised_fraction=0.1, training=False),
     ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
-"""Passes to measure on a CPU. On a GPU they are `GPU_SCALE` times as large, because smaller passes would only
-measure the time of kernel launches."""
+"""Sizes of the passes that are measured on a CPU. On a GPU they are multiplied by `GPU_SCALE`, because with
+smaller passes only the time of kernel launches would be measured."""
 GPU_SCALE = 4
 CONCURRENT_CASE = CASES[1]
-"""Case that is measured a second time while other work runs in another thread (`concurrent_work` in
-`measure_profile`)."""
+"""Sizes of the pass that is measured a second time while other work runs in another thread (`concurrent_work`
+in `measure_profile`)."""
 
 
 def measure_profile(
@@ -108,8 +111,9 @@ def measure_profile(
     watch: Watch,
     concurrent_work: Callable[[], object] | None = None,
 ) -> Profile:
-    """Return the measured profile of a device. `shape` is the shape of the whole base, which is not loaded.
-    `concurrent_work` is work that a training process does in another thread during its first passes."""
+    """Return the measured profile of a device: the times and peak memory from which runs are planned. `shape`
+    is the shape of the whole base, which is not loaded. `concurrent_work` is work that a training process
+    does in another thread during its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     scale = 1 if device.type == "cpu" else GPU_SCALE
@@ -160,11 +164,9 @@ def _shallow_base(
 
 
 class _Peaks:
-    """The peak memory use in bytes since the start of the profile, minus the memory in use before it.
-
-    An allocator reuses freed memory, so the peak of a pass is measured only if it exceeds all earlier peaks.
-    The measured peak then equals that of a process that runs no larger pass.
-    """
+    """The peak memory use in bytes since the start of the profile, minus the memory in use before it. The
+    peak of a process never falls, so a pass is measured only if it exceeds all earlier peaks. The measured
+    peak then equals that of a process that runs no larger pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -182,7 +184,8 @@ class _Peaks:
 
 
 class _Bench:
-    """A shallow base with its executor, on which cases are measured, and the measured times and peaks."""
+    """A shallow base with its executor, on which the profile's cases are run, and the times and peaks
+    measured so far."""
 
     def __init__(self, base: Base, peaks: _Peaks) -> None:
         self._base, self._peaks = base, peaks
@@ -190,11 +193,11 @@ class _Bench:
         self._repeats = REPEATS[base.device.type]
         self._warmup = 1 if self._executor.captures is None else 2
         self.passes: list[tuple[PassTime, int]] = []
-        """Each measured pass, with its peak memory use in bytes without that of the base and the adapters, or
-        0 if its peak did not exceed all earlier ones."""
+        """Each measured pass: its time, and its peak memory use in bytes without the base and the adapters.
+        The latter is 0 if the peak did not exceed all earlier ones."""
         self.steps: list[StateTime] = []
         self.first_seconds: list[float] = []
-        """For each case, the seconds by which the first pass took longer than a later one."""
+        """For each case, the seconds by which the first pass took longer than a later pass."""
 
     def __enter__(self) -> _Bench:
         return self
@@ -203,7 +206,8 @@ class _Bench:
         self._executor.restore_base()
 
     def measure(self, case: ProfileCase) -> None:
-        """Run the passes of a case and record their median time, unless they do not fit into memory."""
+        """Run the passes of a case several times and record the median time, unless they do not fit into
+        memory."""
         with self._attach_jobs(case) as names, suppress(OutOfMemory):
             times, steps = self._measure_times(case, names, self._warmup + self._repeats)
             memory = MemoryModel(self._base.shape, budget_bytes=0)
@@ -221,8 +225,8 @@ class _Bench:
             self.first_seconds.append(max(0.0, times[0].seconds - middle.seconds))
 
     def measure_delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
-        """Run passes until `work` has ended in another thread. Return the total seconds by which the work
-        delayed them."""
+        """Run passes of `case` until `work` has ended in another thread. Return the total seconds by which
+        the work delayed these passes."""
         with self._attach_jobs(case) as names:
             rounds = self._warmup + self._repeats
             times, _ = self._measure_times(case, names, rounds)
@@ -237,7 +241,8 @@ class _Bench:
 
     @contextmanager
     def _attach_jobs(self, case: ProfileCase) -> Iterator[list[str]]:
-        """Attach the jobs of a case inside the context, and yield their names."""
+        """Return a context in which the jobs of a case are attached to the base. The context yields the list
+        of the jobs' names."""
         names = [f"job{number}" for number in range(case.jobs)]
         base, spec = self._base, LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
@@ -252,8 +257,9 @@ class _Bench:
     def _measure_times(
         self, case: ProfileCase, names: Sequence[str], rounds: int, previous_steps: int = 0
     ) -> tuple[list[PassTime], list[StateTime]]:
-        """Run `rounds` passes with optimizer steps and return the times of both. `previous_steps` is the
-        number of earlier passes."""
+        """Run `rounds` passes, each followed by an optimizer step of every job if the case is a training
+        pass. Return the times of the passes and of the steps. `previous_steps` is the number of passes that
+        these jobs have run before."""
         times, steps = [], []
         program, vocabulary = _program(case, names, rounds, previous_steps), self._base.shape.vocabulary
         for event in self._executor.run(program, lambda plan, _: _microbatch(plan, vocabulary)):

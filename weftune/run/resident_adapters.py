@@ -1,4 +1,5 @@
-"""Adapters that stay on the device with their master weights and moments, and are updated there."""
+"""Adapters that stay on the device together with their master weights and moments, and whose optimizer steps
+are made there."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from weftune.run.training.steps import (
 
 class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, shards: Shards | None = None) -> None:
-        """Create the store for the adapters of `adapted`. `shards` sums gradients over the workers that
-        divide every layer. None if layers are not divided."""
+        """Create the store for the adapters of `adapted`. `shards` sums gradients over the workers among
+        which every layer is divided; None if layers are not divided."""
         self._adapted, self._shards, self.roster = adapted, shards, Roster()
         self.home = adapted.base.device
-        """Device that keeps the training state of attached jobs."""
+        """Device on which the training state of attached jobs (master weights and moments) is kept."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class ResidentAdapters:
         return self.roster.trainings.pop(job)
 
     def kill(self, job: str) -> None:
-        """Mark a job as failed: its rows and actions are skipped from now on."""
+        """Mark a job as failed: its rows and its actions in the Program are skipped from now on."""
         self.roster.failed_jobs.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.attached[job].weights.zero_()
@@ -57,14 +58,15 @@ class ResidentAdapters:
                 self._shards.drop_gradient(job)
 
     def abandon(self) -> None:
-        """Drop the sums and gradients of unfinished global batches."""
+        """Drop the sums and gradients of unfinished global batches of all jobs."""
         self.roster.drop_open_batches()
         if self._shards is not None:
             for job in self.roster.trainings:
                 self._shards.drop_gradient(job)
 
     def use_weights(self, job: str, weights: Tensor) -> None:
-        """Make passes read `weights` as the job's weights until the next call. Called between windows."""
+        """Make passes read `weights` as the job's weights until the next call. Called between two
+        Programs."""
         with self._adapted.on_stream():
             if self._shards is not None:
                 self._shards.update_weights(job, weights)
@@ -75,33 +77,37 @@ class ResidentAdapters:
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
         """Make the weights of `jobs` in a stage readable by the device before a pass. Return whether the
-        device may have to wait for them. `before_backward` is True if the pass is a backward."""
+        device may have to wait for these weights. `before_backward` is True if the pass is a backward."""
         return False
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
-        """Start work for the next passes, such as optimizer steps, while the device runs a pass of `jobs`
-        over the stage."""
+        """Start work that the next passes need, such as optimizer steps, while the device runs a pass of
+        `jobs` over the stage. Resident adapters need none."""
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Record that a backward over the stage has added to the gradients of these jobs."""
+        """Record that a backward over the stage has added to the gradients of these jobs. Resident adapters
+        need no record."""
 
     def prepare_eviction(self, stage: int) -> None:
-        """Prepare for the eviction of a stage from the device."""
+        """Prepare the adapters for the eviction of a stage's weights from the device. Resident adapters need
+        no preparation."""
 
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether the outcomes of optimizer steps must be known before further steps are requested."""
+        """Whether the outcomes (success or failure) of optimizer steps must be known before further steps are
+        requested."""
         return True
 
     def needs_step_outcome(self, stage: int) -> bool:
-        """Return whether outcomes of optimizer steps must be known before an evaluation of the stage."""
+        """Return whether the outcomes (success or failure) of optimizer steps must be known before an
+        evaluation runs over the stage."""
         return True
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Request optimizer steps. A job's step is made only if loss and gradient of its batch are finite. If
-        kernels make the updates, the host continues with the next pass meanwhile."""
+        """Request optimizer steps. A job's step is made only if loss and gradient of its global batch are
+        finite. If kernels make the updates, the host does not wait for the steps."""
         underway = StepsUnderway(self.home)
         with underway.count_time():
             run = begin_steps(requests)
@@ -110,11 +116,13 @@ class ResidentAdapters:
         return underway
 
     def sums(self, training: Training) -> BatchSums:
-        """Return this worker's sums over a job's open global batch. Waits for the device."""
+        """Return this worker's sums (loss, gradient norm, correct predictions, metrics) over a job's global
+        batch whose step is still to be made. Waits for the device."""
         return batch_sums(training)
 
     def make_step(self, request: StepRequest, sums: BatchSums) -> Outcome:
-        """Make an optimizer step from the batch's sums over all workers, and return its outcome."""
+        """Make a job's optimizer step from the sums of its global batch over all workers, and return the
+        step's outcome."""
         outcome = make_step_from_sums(request, sums)
         if self._shards is not None:
             self._shards.update_weights(request.training.job, request.training.state.weights)

@@ -1,8 +1,9 @@
-"""Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u, which adds a narrow MLP of a sublayer's output y to that
-output. D and U are the down and up projections, d and u their biases.
+"""Bottleneck adapters: y + act(yDᵀ + d)Uᵀ + u, which adds a narrow MLP of a linear's output y to that output.
 
-U and u start at zero, so that a new adapter changes nothing. Shapes: N outputs of a site, b the bottleneck, L
-rows of one job.
+D and U are the down and up projections, d and u their biases. U and u start at zero, so that a new adapter
+changes nothing.
+
+Shapes: N outputs of a site (an adapted linear), b the bottleneck's width, L rows of one job.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GRADIENTS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": aten.gelu_backward,
     "silu": aten.silu_backward,
 }
-"""Maps each activation to its backward: (gradient of the output, input) to gradient of the input."""
+"""Maps each activation to its backward, a function of (gradient of the output, input) that returns the
+gradient of the input."""
 
 
 class Bottleneck(PlainKind):
@@ -40,8 +42,8 @@ class Bottleneck(PlainKind):
         return True
 
     def start(self, new_adapter: NewAdapter) -> None:
-        """Draw the down projection D uniformly within ±1/√N, as torch initialises linears, and set all other
-        parameters to zero."""
+        """Draw the down projection D uniformly between −1/√N and 1/√N, torch's range for linears, and set all
+        other parameters to zero."""
         for (site, name), value in new_adapter.parameters.items():
             if name == DOWN:
                 fill_uniform(
@@ -57,7 +59,7 @@ class Bottleneck(PlainKind):
 @dataclass(frozen=True, slots=True)
 class NarrowLayer:
     """The function y + act(yDᵀ + d)Uᵀ + u that one job applies to its outputs y of a linear, with down
-    projection D, up projection U and biases d and u; see `ops.site.RowChange`."""
+    projection D, up projection U and biases d and u. It implements `ops.site.RowChange`."""
 
     job_site: JobAt
     activation: Activation

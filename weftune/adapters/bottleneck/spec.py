@@ -28,7 +28,7 @@ class BottleneckSpec(TargetSpec):
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"
     targets: str | tuple[str, ...] = (*ATTENTION, *FEEDFORWARD)
     size: Annotated[int, SIZE] = 64
-    """Width of the bottleneck."""
+    """Width of the bottleneck: number of outputs of the down projection."""
     activation: Activation = "relu"
 
     def targets_site(self, name: str) -> bool:

@@ -1,14 +1,13 @@
-"""Diff-Pruning: a trained difference to W, multiplied by hard-concrete gates, later by a fixed mask.
+"""Diff-Pruning: a trained difference to the frozen weight W, multiplied by random hard-concrete gates in the
+first phase of training, and by a fixed mask in the second.
 
 In the optimizer step that ends the first phase, the largest elements of every target linear are chosen: their
 gates stay open from then on, and all others stay shut. This is written into the gates' own parameters, so
 that checkpoints contain it. Each target is pruned separately, since a worker has only its own targets.
 
 The L0 penalty belongs to no row. Its gradient is added once per global batch: in the pass with the first row
-of the batch.
-
-Evaluation and export use the gates' means and the largest elements in both phases, so that the evaluated
-adapter is the one that would be saved.
+of the batch. Evaluation and export use the gates without noise and the largest elements in both phases, so
+that the evaluated adapter is the one that would be saved.
 """
 
 from __future__ import annotations
@@ -90,7 +89,8 @@ class Diff(PlainKind):
     def save(
         self, folder: Path, spec: DiffSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write, for every target, the differences that are not zero and their indices in row-major order."""
+        """Write an adapter folder with the values and the indices (in row-major order) of the differences
+        that are not zero, for every target linear."""
         tensors = {}
         adapted_sites = list(dict.fromkeys(site for site, _ in parameters))
         for site in adapted_sites:
@@ -101,7 +101,8 @@ class Diff(PlainKind):
         write_folder(folder, tensors, self.config(spec, adapted_sites, sites, base))
 
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the differences stored in a folder as dense matrices, by (linear, DELTA)."""
+        """Return the differences stored in an adapter folder as dense matrices. The result maps (linear,
+        DELTA) to the matrix of each target."""
         tensors = read_tensors(folder, integer_suffix=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         expected = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}

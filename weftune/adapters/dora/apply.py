@@ -1,7 +1,8 @@
 """DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row, and trained norms m.
 
-The norms of rows are constants in the backward, as in the paper and in PEFT. With dropout, PEFT keeps xWᵀ + b
-and applies dropout only to the terms that are added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
+The norms ‖W + scale · BA‖ are constants in the backward, as in the paper and in PEFT. With dropout, PEFT
+keeps xWᵀ + b and applies dropout only to the terms that are added: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale ·
+x̃AᵀBᵀ, where x̃ is x after dropout.
 
 Shapes: K inputs, N outputs of a site (an adapted linear), r ranks; L rows of one job.
 """
@@ -51,8 +52,8 @@ class Dora(PlainKind):
         return JobPart(add=add)
 
     def is_tiled(self, spec: DoraSpec) -> bool:
-        """Return whether the tiled kernels can compute the adapter. They support neither dropout, which
-        applies to xWᵀ too as in PEFT, nor large ranks."""
+        """Return whether the tiled kernels can compute the adapter. They support neither dropout, which in
+        DoRA applies to xWᵀ too, nor large ranks."""
         ranks = (spec.rank, *spec.rank_pattern.values())
         return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
 
@@ -65,7 +66,7 @@ class Dora(PlainKind):
         return TiledPart(low_rank=low_rank(tensors), g_out=g_out)
 
     def start(self, new_adapter: NewAdapter) -> None:
-        """Initialise A, B and the trained norms m. B is zero, so m is the norm of each row of W."""
+        """Initialise A, B and the trained norms m. B is zero, so m starts as the norm of each row of W."""
         draw_lora(new_adapter)
         fill_tokens(new_adapter)
         for (site, name), value in new_adapter.parameters.items():
@@ -110,8 +111,8 @@ class Dora(PlainKind):
 
 
 def _row_lengths(job_site: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
-    """Compute the norm ‖W + scale · BA‖ of each row from products of rank r: ‖w‖² + 2 scale w·(BA) + scale²
-    ‖BA‖²."""
+    """Compute the norm ‖W + scale · BA‖ of each row. The squared norm is a sum of products of rank r: ‖w‖² +
+    2 scale w·(BA) + scale² ‖BA‖²."""
     weight_NK = weight_matrix(job_site.frozen.weight)
     summed = torch.promote_types(weight_NK.dtype, torch.float32)
     own_N = job_site.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))

@@ -1,5 +1,5 @@
-"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere, with trained scales l that start
-at one."""
+"""IA³: trained scales l that start at one. y = (x ⊙ l)Wᵀ + b at linears that the spec names as feed-forward,
+and y = l ⊙ (xWᵀ + b) at all other adapted linears."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ class Ia3(PlainKind):
 
 
 def _used_names(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
-    """Return the names in `modules` with which the path of at least one of the linears `sites` ends."""
+    """Return the names in `modules` with which the path of at least one of the linears in `sites` ends."""
     return [one for one in modules if any(ends_with(site, one) for site in sites)]

@@ -15,7 +15,8 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ia3Spec(TargetSpec):
-    """IA³: trained scales of each output of the linears `targets`, or of each input of `feedforward`."""
+    """IA³: trained scales of each output of the linears in `targets`, or of each input of the linears in
+    `feedforward`."""
 
     implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
     runs_on_shards: ClassVar[bool] = True

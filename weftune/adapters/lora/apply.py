@@ -91,7 +91,8 @@ def low_rank(tensors: SiteTensors) -> LowRank:
 
 
 def draw_lora(new_adapter: NewAdapter) -> None:
-    """Draw A uniformly within ±1/√K, as PEFT does, and set B to zero; other parameters are not changed."""
+    """Draw A uniformly between −1/√K and 1/√K, as PEFT does, and set B to zero. Other parameters are not
+    changed."""
     if zeros := [value for (_, name), value in new_adapter.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
     sites_by_shape: dict[tuple[int, ...], list[str]] = {}

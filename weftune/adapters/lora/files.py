@@ -1,7 +1,7 @@
 """PEFT adapter folders of LoRA: reading, writing, export with one scale for servers, and merging into the
 weights of a base.
 
-Shapes: r rank, K inputs, N outputs of a site; E experts; n trained tokens, D hidden width.
+Shapes: r rank, K inputs, N outputs of a linear; E experts; n trained tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from weftune.core.shapes import SCORE, SiteShape
 from weftune.errors import AdapterError
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-"""Maps the name of each adapted linear to (A [r, K], B [N, r])."""
+"""Maps the name of each adapted linear to its LoRA matrices (A [r, K], B [N, r])."""
 
 
 # PEFT calls adapters on experts `target_parameters`: one A [E · r, K] and one B [N, r · E] for all experts of
@@ -49,14 +49,15 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def stack_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [E, r, K] and B [E, r, N] from PEFT's two matrices for all experts."""
+    """Return A [E, r, K] and B [E, r, N] with the experts stacked, given the two matrices in which PEFT
+    stores all experts."""
     a_ErK = a.view(experts, -1, a.shape[1])
     return a_ErK, b.view(b.shape[0], -1, experts).permute(2, 1, 0)
 
 
 def flatten_experts(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return PEFT's two matrices for all experts from A [E, r, K] and B [E, r, N]: the inverse of
-    `stack_experts`."""
+    """Return the two matrices in which PEFT stores all experts, given A [E, r, K] and B [E, r, N]. This is
+    the inverse of `stack_experts`."""
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
@@ -68,8 +69,8 @@ def write_adapter(
     base: str | None,
     extra_tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter folder that PEFT and vLLM load unchanged. `extra_tensors` maps names in the file to
-    tensors that vLLM does not load."""
+    """Write a LoRA adapter folder that PEFT and vLLM load unchanged. `extra_tensors` maps names in the file
+    to further tensors, which vLLM does not load."""
     tensors = dict(extra_tensors or {})
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
@@ -79,13 +80,14 @@ def write_adapter(
 
 
 def token_and_head_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """Return the trained embeddings and the scalar head of an adapter under PEFT's names."""
+    """Return the trained embeddings and the scalar head of an adapter as a dict from their names in PEFT's
+    files to the tensors."""
     tokens = {stored_token_name(site): value for (site, name), value in parameters.items() if name == TOKENS}
     return tokens | stored_head(parameters)
 
 
 def read_token_and_head_tensors(spec: LoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-    """Return the trained embeddings and the scalar head in the folder `init_from`."""
+    """Return the trained embeddings and the scalar head that are stored in the folder `spec.init_from`."""
     folder = Path(str(spec.init_from))
     found = read_head(folder, spec, sites)
     if spec.trained_tokens:
@@ -119,7 +121,7 @@ def lora_config(
 
 
 def _integer_alpha(alpha: float) -> float:
-    """Convert an integral alpha to int, the declared type in PEFT and vLLM, which some readers require.
+    """Return an integral alpha as an int, the declared type in PEFT and vLLM, which some readers require.
     Return other values unchanged."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
@@ -173,7 +175,8 @@ def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
-    """Return the weights in the folder `init_from`, which must have the linears and ranks of the spec."""
+    """Return the weights in the folder `spec.init_from`. Raise AdapterError unless it has the linears and
+    ranks of the spec."""
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     before, weights = read_adapter(folder)
@@ -223,8 +226,8 @@ def refuse_other_shape(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor
 
 
 def write_portable(folder: Path, target: Path) -> int:
-    """Write the adapter in `folder` to `target` with the same rank and the scale 1 at all linears. Return the
-    rank."""
+    """Write an equivalent of the adapter in `folder` to `target`, with one rank and the scale 1 at all
+    linears, so that vLLM and SGLang scale it correctly. Return the rank."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
     if spec.target_parameters:
@@ -261,7 +264,8 @@ def _pad_rank(value_rM: Tensor, rank: int) -> Tensor:
 
 
 def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
-    """Merge the adapter in `folder` into the weights of the base's linears, with a single rounding."""
+    """Merge the adapter in `folder` into the weights of the base's linears. Sums are computed in float64 and
+    rounded once."""
     spec, weights = read_adapter(folder)
     shapes = {site.name: site for site in sites}
     if spec.trainable_token_indices:
@@ -284,8 +288,8 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
 
 
 def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
-    """Merge the adapter into the experts one at a time, since all experts of a layer may not fit in memory in
-    float64."""
+    """Merge the adapter into a weight of the experts, one expert at a time, since all experts of a layer may
+    not fit into memory in float64."""
     weight_ENK = getattr(module, site.rpartition(".")[2])
     for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stack_experts(a, b, count), strict=True):
         change_NK = scale * (b_rN.double().T @ a_rK.double())

@@ -25,8 +25,8 @@ from weftune.core.shapes import EXPERT_PARAMETERS, SCORE, SiteShape
 from weftune.errors import AdapterError
 
 A, B = "a_rK", "b_rN"
-"""Names of the parameters A and B of an adapted linear. For experts, one parameter holds the matrices of
-all."""
+"""Names of the parameters A and B of an adapted linear. For experts, each of them holds the matrices of all
+experts."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
 UNSUPPORTED_KEYS = (
     "modules_to_save",
@@ -39,9 +39,11 @@ UNSUPPORTED_KEYS = (
     "kasa_config",
     "monteclora_config",
 )
-"""PEFT config keys with which an adapter computes more than y = xWᵀ + scale · xAᵀBᵀ at its target linears."""
+"""Keys of PEFT's config with which an adapter computes something else than y = xWᵀ + scale · xAᵀBᵀ at its
+target linears. Such adapters are refused."""
 CHANGES_BASE = ("pissa", "olora", "corda")
-"""Prefixes of `init_lora_weights` with which PEFT subtracts the initial BA from the base's weights."""
+"""Prefixes of the values of PEFT's `init_lora_weights` with which PEFT subtracts the initial BA from the
+base's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class LoraSpec(TargetSpec):
     alpha: Annotated[float, Bound(above=0)] = 32.0
     dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     target_parameters: tuple[str, ...] = ()
-    """Path endings of experts' parameters to adapt, with one A and B per expert."""
+    """Path endings of experts' weight parameters that are adapted, with one A and one B per expert."""
     rslora: bool = False
     loraplus_lr_ratio: Annotated[float, Bound(above=0)] = 1.0
     """Factor by which the job's learning rate is multiplied for B (LoRA+)."""
@@ -67,7 +69,8 @@ class LoraSpec(TargetSpec):
     trainable_token_indices: tuple[int, ...] = ()
     """Ids of the tokens whose embeddings are trained in addition to the linears."""
     modules_to_save: tuple[str, ...] = ()
-    """`score` if a scalar head is also trained. `objective: reward` sets it, and jobs files do not."""
+    """`("score",)` if a scalar head is trained, too, else empty. The job key `objective: reward` sets this
+    field; jobs files do not."""
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
@@ -78,8 +81,8 @@ class LoraSpec(TargetSpec):
         return bool(self.modules_to_save)
 
     def adapts(self, site: SiteShape) -> bool:
-        """Return whether the adapter has parameters at the linear. Experts are adapted only by
-        `target_parameters`."""
+        """Return whether the adapter has parameters at the linear. Weights of experts are adapted only if
+        `target_parameters` names them."""
         return self.targets_parameter(site.name) if site.experts else self.targets_site(site.name)
 
     def targets_parameter(self, name: str) -> bool:
@@ -105,8 +108,8 @@ class LoraSpec(TargetSpec):
 
 
 def find_pattern(patterns: Iterable[str], name: str) -> str:
-    """Return the first pattern that matches the end of the module path `name`, as in PEFT, or `name` if none
-    does."""
+    """Return the first pattern that matches the end of the module path `name` by PEFT's rules, or `name` if
+    no pattern matches."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):
             return pattern
@@ -114,17 +117,17 @@ def find_pattern(patterns: Iterable[str], name: str) -> str:
 
 
 def stored_path(site: str, adapted: Collection[str]) -> str:
-    """Return the path at which PEFT stores the A and B of `site`, a parameter of experts, if the parameters
-    `adapted` have adapters. PEFT wraps the experts' module once per adapted parameter, with the first
-    innermost."""
+    """Return the module path at which PEFT stores the A and B of `site`, a weight parameter of experts.
+    `adapted` are all parameters that have adapters: PEFT wraps the experts' module once per adapted
+    parameter, with the first innermost."""
     module, _, name = site.rpartition(".")
     outside = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(name) + 1 :]
     return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
 
 
 def site_at_path(path: str, spec: LoraSpec) -> str:
-    """Return the linear whose A and B PEFT stores at a path: the path itself, except for parameters of
-    experts."""
+    """Return the name of the linear whose A and B PEFT stores at a module path. It is the path itself, except
+    for weights of experts."""
     module = path.replace(WRAPPED, "")
     if not module.endswith(EXPERTS):
         return path
@@ -134,13 +137,14 @@ def site_at_path(path: str, spec: LoraSpec) -> str:
 
 
 def weight_names(path: str) -> tuple[str, str]:
-    """Return the names of A [rank, in] and B [out, rank] in a PEFT adapter file."""
+    """Return the names that A [rank, in] and B [out, rank] of the module at `path` have in a PEFT adapter
+    file."""
     stem = f"base_model.model.{path}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def stored_token_name(embedding: str) -> str:
-    """Return the name of the trained rows of an embedding in a PEFT adapter file."""
+    """Return the name that the trained rows of an embedding have in a PEFT adapter file."""
     return f"base_model.model.{embedding}.{STORED_TOKENS}"
 
 
@@ -151,7 +155,8 @@ def embedding_of_tokens(name: str) -> str | None:
 
 
 def site_of_weight(weight_name: str) -> str | None:
-    """Return the path of the module whose A or B has this name in a PEFT adapter file, or None."""
+    """Return the path of the module whose A or B has the name `weight_name` in a PEFT adapter file, or None
+    if it is no such name."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]
 
@@ -160,7 +165,8 @@ Spec = TypeVar("Spec", bound=LoraSpec)
 
 
 def read_spec(folder: Path) -> LoraSpec:
-    """Return the spec of the adapter in a folder. Raise AdapterError unless it is plain LoRA."""
+    """Return the spec (kind and settings) of the adapter in a folder. Raise AdapterError unless it is plain
+    LoRA."""
     config = read_config(folder)
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
@@ -170,8 +176,8 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def spec_from_config(spec_class: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
-    """Return the spec of LoRA, or of a kind with the same keys, from a PEFT config. Raise AdapterError if the
-    adapter changes more than its target linears, or changes the base."""
+    """Return the spec of LoRA, or of a kind with the same keys, that a PEFT config describes. Raise
+    AdapterError if the adapter changes more than its target linears, or changes the base."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
@@ -210,8 +216,8 @@ def _spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_indices(value: Any) -> tuple[int, ...]:
-    """Return the ids in PEFT's `trainable_token_indices`: a list, or a dict with the embedding as its only
-    key."""
+    """Return the token ids in PEFT's `trainable_token_indices`, which is a list, or a dict with the embedding
+    as its only key."""
     if isinstance(value, Mapping):
         if len(value) != 1 or not next(iter(value)).endswith(tuple(EMBEDDINGS.values())):
             raise ValueError(

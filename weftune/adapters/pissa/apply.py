@@ -1,11 +1,11 @@
-"""PiSSA: LoRA initialised with the principal singular vectors of W.
+"""PiSSA: LoRA initialised with the principal singular vectors of the frozen weight W.
 
-PEFT subtracts scale · B₀A₀ from the weights of the base. Here the base is shared and stays unchanged: the
-product with A₀ and B₀ is subtracted from the outputs. A₀ and B₀ are parameters of the job with the learning
-rate 0, so that checkpoints, stages and exports contain them bit for bit along with A and B, and W is
-decomposed once per job.
+PEFT subtracts scale · B₀A₀, the product of the initial matrices, from the weights of the base. Here the base
+is shared and stays unchanged: the product with A₀ and B₀ is subtracted from the outputs. A₀ and B₀ are
+parameters of the job with the learning rate 0, so that checkpoints, stages and exports contain them bit for
+bit along with A and B, and W is decomposed once per job.
 
-Shapes: K inputs, N outputs of a site, r rank; L rows of one job.
+Shapes: K inputs, N outputs of a site (an adapted linear), r rank; L rows of one job.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Pissa(PlainKind):
         return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
-        """Return the parameters A, A₀, B and B₀ from the LoRA adapter of rank 2r in the folder
-        `init_from`."""
+        """Return the parameters A, A₀, B and B₀, read from the folder `spec.init_from`, which stores them as
+        a LoRA adapter of rank 2r."""
         parameters: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.as_lora(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
@@ -80,7 +80,8 @@ class Pissa(PlainKind):
     def save(
         self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
-        """Write the adapter as a LoRA adapter of twice the rank for the unchanged base."""
+        """Write the adapter as an equivalent LoRA adapter of twice the rank, which applies to the unchanged
+        base."""
         weights = {
             site: (
                 torch.cat([value, parameters[site, FIRST_A]]),
@@ -100,13 +101,13 @@ class Pissa(PlainKind):
 
 
 Decomposition = tuple[Tensor, Tensor, Tensor]
-"""U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular values first. A randomised SVD
-has only the first few."""
+"""Singular value decomposition U [N, R], s [R] and V [R, K] of W = U diag(s) V, with the largest singular
+values first. A randomised SVD has only the first few."""
 
 
 def decompose(site: str, weight_NK: Tensor, rank: int, adapter: JobAdapter) -> Decomposition:
     """Return a singular value decomposition of a linear's weight with at least `rank` singular values. It is
-    exact or randomised, as the adapter's spec says."""
+    exact or randomised, depending on `svd_iterations` in the adapter's spec."""
     if rank > min(weight_NK.shape):
         raise AdapterError(
             f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
@@ -134,7 +135,7 @@ def randomised_svd(weight_NK: Tensor, rank: int, iterations: int, key: int) -> D
 
 
 def principal_factors(decomposition: Decomposition, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return A₀ [r, K] and B₀ [r, N]; scale · B₀A₀ is the best approximation of W with this rank."""
+    """Return A₀ [r, K] and B₀ [r, N] such that scale · B₀A₀ is the best approximation of W with this rank."""
     left_NR, values_R, right_RK = decomposition
     root_r = (values_R[:rank] / scale).sqrt()
     return root_r[:, None] * right_RK[:rank], root_r[:, None] * left_NR[:, :rank].T

@@ -1,5 +1,5 @@
-"""The keys of a PiSSA adapter in a jobs file: those of a LoRA adapter and one more. This module does not
-import torch."""
+"""The keys of a PiSSA adapter in a jobs file: the keys of a LoRA adapter and `svd_iterations`. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class PissaSpec(LoraSpec):
 
     kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
     svd_iterations: Annotated[int | None, Bound(at_least=0, at_most=1000)] = None
-    """Number of iterations of a randomised SVD, as in PEFT's `pissa_niter_…`. None selects the exact SVD."""
+    """Number of iterations of a randomised SVD, given in PEFT as `pissa_niter_…`. None selects the exact
+    SVD."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         own = LoraSpec.shapes_at(self, site)
         return {**own, FIRST_A: own[A], FIRST_B: own[B]}
 
     def as_lora(self) -> LoraSpec:
-        """Return the spec of the equivalent LoRA adapter of the unchanged base: [A; A₀] and [B, −B₀], with
-        twice the rank and the same scale."""
+        """Return the spec of the equivalent LoRA adapter of the unchanged base. That adapter has the matrices
+        [A; A₀] and [B, −B₀], twice the rank and the same scale."""
         keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(LoraSpec)}
         more = 2.0**0.5 if self.rslora else 2.0
         return LoraSpec(

@@ -22,8 +22,8 @@ from weftune.errors import AdapterError
 from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
-"""Name of the only tensor in adapter files. It concatenates, layer by layer, the prefix keys and then the
-prefix values."""
+"""Name of the only tensor in adapter files of prefix tuning. It concatenates, layer by layer, the prefix keys
+and then the prefix values."""
 
 
 class PrefixTuning(PlainKind):

@@ -13,7 +13,7 @@ from weftune.core.shapes import SiteShape
 QUERIES_AND_KEYS = ("q_proj", "k_proj")
 VALUE_LINEAR = "v_proj"
 FUSED_LINEARS = ("qkv_proj", "attn.c_attn", "query_key_value")
-"""Names, in different model families, of linears that compute queries, keys and values at once."""
+"""Names, in different model families, of linears that compute queries, keys and values in one product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class PrefixSpec(TargetSpec):
         return False
 
     def adapts(self, site: SiteShape) -> bool:
-        """Return whether the linear computes a layer's values. The layer's prefix is stored under its
-        name."""
+        """Return whether the linear computes a layer's values. The layer's prefix keys and values are stored
+        under the name of this linear."""
         return any(ends_with(site.name, ending) for ending in (VALUE_LINEAR, *FUSED_LINEARS))
 
     @property
@@ -43,8 +43,9 @@ class PrefixSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def copied_values(self, sites: Sequence[SiteShape]) -> int:
-        """Return the number of additional values per token. Rows with prefix keys have a second copy of
-        queries, keys, values and attention's output, and the output without prefix keys is kept too."""
+        """Return the number of values per token that prefix keys add to the memory of a pass. Rows with
+        prefix keys have a second copy of queries, keys, values and attention's output, and the output without
+        prefix keys is kept too."""
         inputs = (*QUERIES_AND_KEYS, VALUE_LINEAR, *FUSED_LINEARS)
         copies = sum(site.out_features for site in sites if any(ends_with(site.name, one) for one in inputs))
         outputs = (site.in_features for site in sites if any(ends_with(site.name, one) for one in ATTENTION))

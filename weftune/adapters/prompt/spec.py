@@ -13,7 +13,8 @@ from weftune.core.shapes import SiteShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpec(TargetSpec):
-    """Prompt tuning: trained embeddings of virtual tokens before every sample. The layers are not adapted."""
+    """Prompt tuning: trained embeddings of virtual tokens that are inserted before every sample. The layers
+    are not adapted."""
 
     implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
     runs_on_shards: ClassVar[bool] = True
@@ -24,8 +25,8 @@ class PromptSpec(TargetSpec):
     kind: Literal["prompt"] = "prompt"
     num_virtual_tokens: Annotated[int, SIZE] = 16
     init: Literal["random", "vocabulary", "text"] = "random"
-    """Initial values of the virtual tokens: normally distributed, embeddings of random tokens of the
-    vocabulary, or embeddings of `init_text`, repeated or cut to `num_virtual_tokens`."""
+    """Initial values of the virtual tokens: normally distributed (`random`), the embeddings of random tokens
+    (`vocabulary`), or the embeddings of `init_text`, repeated or cut to `num_virtual_tokens` (`text`)."""
     init_text: str = ""
 
     def targets_site(self, name: str) -> bool:
@@ -40,7 +41,7 @@ class PromptSpec(TargetSpec):
         return self.num_virtual_tokens
 
     def shapes_outside_linears(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the virtual tokens, which are as wide as the embedding. Empty for a stage
-        without layer 0."""
+        """Return the shape of the parameter with the virtual tokens, whose width is that of the embedding.
+        Empty for a stage without layer 0."""
         width = embedding_width(sites)
         return {} if width == 0 else {ROWS: (self.num_virtual_tokens, width)}

@@ -1,4 +1,4 @@
-"""VeRA: two trained vectors at every site (an adapted linear), combined with two frozen random matrices that
+"""VeRA: two trained vectors at every site (an adapted linear), which scale two frozen random matrices that
 all sites share.
 
 Shapes: K inputs, N outputs of a site, r rank.
@@ -38,8 +38,9 @@ class Vera(PlainKind):
         return True
 
     def tiled_part(self, tensors: SiteTensors) -> TiledPart | None:
-        """Return the adapter as LoRA, whose A is a random constant times the vector d, and whose B is another
-        constant times the vector e. Both products are recomputed for every linear."""
+        """Return the adapter in the form of LoRA: A is a random constant with rows scaled by the vector d,
+        and B another constant with columns scaled by the vector e. Kernels compute both again at every
+        linear."""
         if (tensors.site.name, D) not in tensors.weights:
             return None
         d_r, e_N, spec = tensors.weight(D), tensors.weight(E), tensors.adapter.spec
@@ -72,14 +73,14 @@ class Vera(PlainKind):
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        """Return the random matrices A and B that all linears share. B is transposed, with one row per rank,
-        as in LoRA."""
+        """Return the random matrices A and B that all linears share. B is stored transposed, with one row per
+        rank, like B of LoRA."""
         drawn = self._draw_matrices(spec, sites)
         return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _draw_matrices(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        """Draw A, then B, in float32 on the CPU, as PEFT does. They are as wide as the widest adapted
-        linear."""
+        """Draw the random matrix A, then B, in float32 on the CPU, as PEFT does. They are as wide as the
+        widest adapted linear."""
         own = [site for site in sites if spec.adapts(site)]
         generator = torch.Generator().manual_seed(spec.projection_prng_key)
         inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)
@@ -136,8 +137,8 @@ class Vera(PlainKind):
 
 
 def _local_columns(site: SiteShape, a_rK: Tensor, b_rN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the columns of both random matrices for the inputs and outputs of a linear that are on this
-    shard."""
+    """Return those columns of both random matrices that belong to the inputs and outputs that this shard
+    (worker) has of a linear."""
     first = site.first_input
     parts = [b_rN[:, start:stop] for start, stop in site.output_ranges]
     return (
@@ -147,6 +148,7 @@ def _local_columns(site: SiteShape, a_rK: Tensor, b_rN: Tensor) -> tuple[Tensor,
 
 
 def _draw_uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Draw a matrix uniformly within ±√(6 / inputs), as PEFT does (Kaiming)."""
+    """Draw a matrix uniformly between −√(6 / inputs) and √(6 / inputs), as PEFT does (Kaiming
+    initialisation)."""
     bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -14,7 +14,8 @@ D, E = "lambda_d", "lambda_b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VeraSpec(TargetSpec):
-    """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained d and e. A and B are drawn once for all linears."""
+    """VeRA: y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with trained vectors d and e. The random matrices A and B are
+    drawn once for all linears."""
 
     implementation: ClassVar[str] = "weftune.adapters.vera.apply:Vera"
     runs_on_shards: ClassVar[bool] = True
@@ -25,7 +26,7 @@ class VeraSpec(TargetSpec):
     dropout: Annotated[float, Bound(at_least=0, below=1)] = 0.0
     d_initial: Annotated[float, Bound()] = 0.1
     projection_prng_key: Annotated[int, SEED] = 0
-    """Seed of A and B. Jobs with equal seed, rank and targets share A and B."""
+    """Seed of the random matrices A and B. Jobs with equal seed, rank and targets share A and B."""
 
     def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
         return {D: (self.rank,), E: (site.out_features,)}

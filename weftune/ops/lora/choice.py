@@ -1,10 +1,10 @@
 """The choice of the fastest product plan (method of the tiled kernels) for a linear: measured on this device,
 then cached in a file.
 
-dA and dB can be computed concurrently with the frozen product of the backward, or before it. Which is faster
-depends on the GPU: on idle multiprocessors, the cache size and the occupancy. No formula predicts that, so a
-trial of a few passes measures it. All plans compute the same sums and differ in the last bits only. Two runs
-that read the same file choose the same plans, and their results are bit-identical.
+dA and dB can be computed concurrently with the frozen product of the backward, or before it. Which order is
+faster depends on the GPU: on idle multiprocessors, the cache size and the occupancy. No formula predicts
+that, so a trial of a few passes measures it. All plans compute the same sums and differ in the last bits
+only. Two runs that read the same file choose the same plans, and their results are bit-identical.
 
 Shapes: T rows, K inputs, N outputs of all parts.
 """
@@ -35,36 +35,42 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiling import ProductPlan, rank_block
 
 TIE = 1.01
-"""Ratio of times up to which a plan counts as equally fast as the fastest, so that noise does not decide."""
+"""Ratio to the time of the fastest plan up to which another plan counts as equally fast, so that noise does
+not decide."""
 MAX_ROWS = 1 << 14
-"""Maximum number of rows in a trial. More rows do not increase the utilisation of a device."""
+"""Maximum number of rows with which a trial times product plans. With more rows, a device is not better
+utilised."""
 MAX_THREADS = 8
-"""Maximum number of concurrent compilations. More threads would wait for the GIL."""
+"""Maximum number of threads that compile kernels at the same time. More threads would wait for Python's
+interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTrial:
-    """The configuration of a trial of product plans: everything on which its result depends, except the
-    machine."""
+    """The configuration of a trial, which times the product plans of a linear: everything on which its result
+    depends, except the machine."""
 
     plans: tuple[ProductPlan, ...]
-    """Product plans that the trial compares."""
+    """Product plans (methods of the tiled kernels) whose times the trial compares."""
     dtype: torch.dtype
     features: int
     widths: tuple[int, ...]
-    """Numbers of outputs of the linears in the group."""
+    """Number of outputs of each linear in the group (linears that share their input)."""
     rows: int
-    """Number of rows of the microbatch, rounded up to a power of two to limit the number of trials."""
+    """Number of rows of the microbatch that are timed, rounded up to a power of two to limit the number of
+    trials."""
     ranks: int
-    """Number of ranks that a kernel processes together, a power of two that tensor cores support."""
+    """Number of ranks that a kernel processes at a time, a power of two that tensor cores support."""
     bands: int
-    """Number of bands of each linear. Large ranks are split into bands (`ops.lora.table`)."""
+    """Number of bands of each linear. A band is a range of at most 128 ranks, which kernels treat as a
+    separate adapter."""
     slots: int
-    """Number of slots (table entries for jobs) of the group, a compile-time constant of the kernels."""
+    """Number of slots (entries for jobs in the kernels' tables) of the group of linears, a compile-time
+    constant of the kernels."""
     has_dropout: bool
     has_residual: bool
     is_transposed: bool
-    """Whether the frozen weight is stored as [K, N]."""
+    """Whether the frozen weight is stored as [inputs, outputs]."""
     is_aligned: bool
     has_codes: bool = False
     """Whether the frozen weight is stored as 8-bit floats, and multiplied without dequantisation."""
@@ -79,8 +85,8 @@ class PlanTrial:
         group: Group,
         rows: Rows,
     ) -> PlanTrial:
-        """Return the trial for a group of linears and the rows of a microbatch. `residual` says whether a
-        residual is added."""
+        """Return the trial that times `plans` for a group of linears and the rows of a microbatch. `residual`
+        says whether a residual is added to the linears' output."""
         return cls(
             plans=plans,
             dtype=dtype,
@@ -99,7 +105,7 @@ class PlanTrial:
 
     @property
     def key(self) -> str:
-        """Human-readable key under which the cache file stores the result of the trial."""
+        """Human-readable key under which the cache file stores the times that the trial has measured."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
         words += [f"{self.bands} bands"] if self.bands > 1 else []
@@ -115,10 +121,11 @@ class PlanTrial:
 
 
 Measure = Callable[[PlanTrial], Mapping[ProductPlan, float]]
-"""A function that runs a trial and returns the microseconds of every plan that the device can run. It raises
-`torch.OutOfMemoryError` if the trial does not fit."""
+"""A function that runs a trial and returns the time in microseconds of every plan that the device can run. It
+raises `torch.OutOfMemoryError` if the trial does not fit into memory."""
 Compile = Callable[[PlanTrial, ProductPlan], None]
-"""A function that compiles the kernels of a product plan with the shapes of a trial."""
+"""A function that compiles the kernels of a product plan for the shapes of a trial, which will time the
+plan."""
 
 
 class Choices:
@@ -130,28 +137,29 @@ class Choices:
         compile: Compile | None = None,
         is_pinned: bool = False,
     ) -> None:
-        """Create the choice of product plans on one device. `measure` runs a trial, and `compile` compiles
-        the kernels of a plan. `file` caches the measured plans; None disables trials, as for Triton's
-        interpreter on a CPU, whose times do not apply to a GPU. If `is_pinned`, the first allowed plan is
-        used: there are no trials, and the file is not read."""
+        """Create the choice of product plans on one device. `measure` is the function that times plans in a
+        trial, and `compile` the function that compiles the kernels of a plan. `file` caches the measured
+        plans; None disables trials, as for Triton's interpreter on a CPU, whose times do not apply to a GPU.
+        If `is_pinned`, the first allowed plan is used: there are no trials, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = is_capturing
         self._compile = compile
         self.is_pinned = is_pinned
         self.forced_plan: ProductPlan | None = None
-        """Plan for matrix products that a benchmark forces on every linear. If None, each linear times the
-        possible plans and uses the fastest one."""
+        """Product plan that a benchmark forces on every linear. If None, the fastest plan is measured for
+        each linear."""
         self._compiled_trials: set[PlanTrial] = set()
         self._plans: dict[PlanTrial, ProductPlan] = {}
 
     @property
     def can_compile(self) -> bool:
-        """Whether kernels can be compiled before the passes that launch them, by `compile_ahead`."""
+        """Whether `compile_ahead` can compile kernels before the passes that launch them."""
         return self._file is not None and self._compile is not None
 
     def compile_ahead(self, trials: Iterable[PlanTrial]) -> None:
-        """Compile in parallel the kernels that trials without a known result would time.
+        """Compile in parallel the kernels of product plans that these trials would time. Trials whose result
+        is known are skipped.
 
         Errors are suppressed: they are raised again by the pass that launches the kernel.
         """
@@ -191,8 +199,8 @@ class Choices:
         rows: Rows,
         plans: tuple[ProductPlan, ...],
     ) -> ProductPlan:
-        """Return the product plan with which a linear is computed: the fastest of `plans` in a trial, or the
-        first of them if no trial is possible."""
+        """Return the product plan (method of the tiled kernels) with which a linear is computed: the fastest
+        of `plans` as measured in a trial, or the first of them if they cannot be timed."""
         if self.forced_plan is not None:
             return self.forced_plan
         if self._file is None or self.is_pinned or len(plans) == 1:
@@ -224,7 +232,8 @@ class Choices:
 
 
 def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
-    """Return the first plan, in the order of `ProductPlan`, whose time is within `TIE` of the fastest."""
+    """Return the first product plan, in the order of `ProductPlan`, whose time is at most `TIE` times the
+    shortest."""
     enough = TIE * min(plan_seconds.values())
     return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
 
@@ -233,14 +242,15 @@ def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
 class MeasuredPlan:
     plan: ProductPlan
     microseconds: Mapping[ProductPlan, float]
-    """Measured time of each plan. It is stored for information only."""
+    """Measured time of each plan in microseconds, stored for information only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFile:
-    """The cache file of measured plans: one per GPU model and versions of torch and Triton.
+    """The cache file of measured product plans. There is a file for each GPU model and each pair of versions
+    of torch and Triton.
 
-    It can be deleted at any time: missing plans are measured again. Every write replaces the whole file
+    The file can be deleted at any time: missing plans are measured again. Every write replaces the whole file
     atomically. If two processes write at the same time, one result may be lost and measured again later.
     """
 
@@ -250,23 +260,24 @@ class ChoiceFile:
     torch: str
     triton: str
     kernels: str
-    """Checksum of the source files of `weftune.ops`: changed kernels must be measured again."""
+    """Checksum of the source files of `weftune.ops`. Plans are measured again if it differs, since the
+    kernels may have changed."""
 
     @property
     def path(self) -> Path:
-        """Path of the cache file. It contains no checksum of the kernels, so that the file of changed kernels
-        replaces the old one."""
+        """Path of the cache file. It does not depend on the checksum of the kernels, so that the measurements
+        of changed kernels replace the old file."""
         words = (self.device, self.capability, "torch", self.torch, "triton", self.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
     @property
     def machine(self) -> dict[str, str]:
-        """Device and software versions for which the measurements are valid."""
+        """Device, software versions and checksum of the kernels for which the measurements are valid."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def read(self) -> dict[str, MeasuredPlan]:
-        """Return the measured plans in the cache file, by trial key. Empty if the file is missing or from
-        another machine."""
+        """Return the measured plans in the cache file, by the key of their trial. Empty if the file is
+        missing or from another machine or version."""
         try:
             content = json.loads(self.path.read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -278,7 +289,8 @@ class ChoiceFile:
         return {key: found for key, entry in entries if (found := _parse_measured_plan(entry)) is not None}
 
     def add(self, key: str, measured: MeasuredPlan, plans: tuple[ProductPlan, ...]) -> MeasuredPlan:
-        """Store a measured plan and return it, or the plan that another process has already stored."""
+        """Store a measured plan and return it. If another process has already stored a plan under this key,
+        return that plan instead."""
         known = self.read()
         if key not in known or known[key].plan not in plans:
             known[key] = measured
@@ -312,7 +324,8 @@ def _parse_measured_plan(entry: Any) -> MeasuredPlan | None:
 
 
 def choice_file(device: torch.device) -> ChoiceFile | None:
-    """Return the cache file for the device, or None for a CPU, on which no trials are run."""
+    """Return the cache file of measured product plans for the device, or None for a CPU, on which plans are
+    not measured."""
     if device.type != "cuda":
         return None
     import triton

@@ -30,19 +30,21 @@ from weftune.ops.lora.tiling import ProductPlan, SiteCall, choose_tiling
 
 JOBS = 8
 DROPOUT = 0.1
-"""Dropout probability in timing measurements. The cost of the masks does not depend on its value."""
+"""Dropout probability of the jobs in timing measurements. The cost of the masks does not depend on its
+value."""
 BUDGET = 60_000.0
-"""Maximum total time of all rounds in microseconds, unless `MIN_ROUNDS` rounds take longer."""
+"""Maximum total time in microseconds of all rounds (runs of every plan) of a trial, unless `MIN_ROUNDS`
+rounds take longer."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 9
-"""Minimum and maximum number of timed rounds."""
+"""Minimum and maximum number of rounds of a trial. A round times every plan once."""
 HEAD_START = 4_000_000
-"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches one
-round."""
+"""Number of device cycles (a few milliseconds) for which the device sleeps while the host launches the runs
+of all plans, so that launch latency is not measured."""
 
 
 def device_choices(device: torch.device) -> Choices:
-    """Return the object that chooses the product plan of each linear on this device. It is pinned to the
-    first allowed plan if kernels must be deterministic."""
+    """Return the object that chooses the product plan of each linear on this device. If kernels must be
+    deterministic, it always chooses the first allowed plan."""
     return Choices(
         partial(time_plans, device=device),
         choice_file(device),
@@ -60,7 +62,8 @@ def compile_plan(trial: PlanTrial, plan: ProductPlan, device: torch.device) -> N
 
 @torch.no_grad()
 def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, float]:
-    """Return the microseconds of one forward and backward with each plan that the device can run."""
+    """Return, for each product plan that the device can run, the median time in microseconds of one forward
+    and backward."""
     with torch.cuda.device(device):
         site = synthetic_site(trial, device)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -77,7 +80,7 @@ def time_plans(trial: PlanTrial, device: torch.device) -> dict[ProductPlan, floa
 
 @dataclass(frozen=True, slots=True)
 class TrialSite:
-    """Synthetic linears with a shared input and up to eight jobs, on which a trial times product plans."""
+    """Synthetic linears with a shared input and up to eight jobs, with which a trial times product plans."""
 
     x_TK: Tensor
     dy_TN: Tensor
@@ -86,7 +89,8 @@ class TrialSite:
     group: Group
     rows: Rows
     adapters: list[list[LowRank]]
-    """Adapters of each job at each linear, kept here because the group's table has only their addresses."""
+    """Adapters of each job at each linear. They are kept here because the kernels' table has only their
+    addresses."""
 
     def step(self, plan: ProductPlan) -> None:
         tiling = choose_tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
@@ -96,8 +100,8 @@ class TrialSite:
 
 
 def _can_run_plan(site: TrialSite, plan: ProductPlan) -> bool:
-    """Return whether the plan can run, after compiling and running it once. It cannot if its kernels need too
-    much shared memory."""
+    """Return whether the device can run the product plan, after compiling and running it once. A plan cannot
+    run if its kernels need too much shared memory."""
     try:
         site.step(plan)
     except Exception as error:
@@ -108,9 +112,9 @@ def _can_run_plan(site: TrialSite, plan: ProductPlan) -> bool:
 
 
 def _time_round(site: TrialSite, plans: Sequence[ProductPlan], scratch: Tensor) -> dict[ProductPlan, float]:
-    """Return the microseconds of one forward and backward with each plan.
+    """Run one forward and backward with each plan, and return their times in microseconds.
 
-    The L2 cache is overwritten before each run, as the other layers of a model would do.
+    The L2 cache is overwritten before each run, because in a model the other layers overwrite it, too.
     """
     marks = {plan: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for plan in plans}
     # The device sleeps while the host launches the round, so that launch latency is not part of the times:

@@ -1,8 +1,9 @@
-"""VeRA adapters for the tiled LoRA kernels: A and B are constant random matrices whose rows are scaled by d
-(A) or whose columns are scaled by e (B).
+"""VeRA adapters for the tiled LoRA kernels: A is a constant random matrix whose rows are scaled by a trained
+vector d, and B a constant random matrix whose columns are scaled by a trained vector e.
 
-In every forward and every backward, kernels write A and B to the addresses in the slot table, so that all
-layers can share the memory of A and B. Kernels also compute the gradients of d and e from dA and dB.
+In every forward and every backward, kernels write A and B to the addresses in the slot table (which has the
+addresses of each job's matrices), so that all layers can share the memory of A and B. Kernels also compute
+the gradients of d and e from dA and dB.
 
 Shapes: R rank, K inputs, N outputs of a site (an adapted linear).
 """
@@ -20,21 +21,21 @@ from weftune.ops import triton as kernels
 from weftune.ops.lora.table import AddressEntry, AddressTable, Group
 
 RANKS, COLUMNS = 16, 256
-"""Rows and columns of the block of A and B that a program processes at a time."""
+"""Numbers of rows and columns of the block of A and B that a program of the kernel processes at a time."""
 RANK_COLUMNS = 2048
-"""Columns of dA that a program processes at a time for the gradient of one element of d."""
+"""Number of columns of dA that a program processes at a time for the gradient of one element of d."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedPair:
     """One job's VeRA parameters and constants at one linear. The job must keep these tensors alive, since the
-    kernels' table has only their addresses."""
+    kernels' table stores only their addresses."""
 
     d_R: Tensor
     e_N: Tensor
     dd_R: Tensor
     de_N: Tensor
-    """Accumulator of the gradient of e."""
+    """Accumulator of the gradient of e, the vector that scales the columns of B."""
     a_RK: Tensor
     """Random constant from which A is computed, with at least as many columns as the linear has inputs."""
     b_RN: Tensor
@@ -43,14 +44,14 @@ class ComputedPair:
 
 def computed_table(sites: int, slots: int, device: torch.device) -> AddressTable:
     """Return an empty table of jobs' VeRA parameters. An entry has the addresses of d, e, their accumulators
-    and both constants, and three numbers: the rank (0 if the slot has no VeRA) and the row strides of both
+    and both constants, and three numbers: the rank (0 if the job has no VeRA) and the row strides of both
     constants."""
     return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
 
 
 def set_computed_pairs(table: AddressTable, slot: int, pairs: Sequence[ComputedPair | None]) -> None:
     """Set the table entries of the job with the table index `slot`, one per linear. An entry is None if the
-    job has no VeRA there."""
+    job has no VeRA at the linear."""
     table.set_slot(slot, [None if pair is None else _table_entry(pair) for pair in pairs])
 
 
@@ -61,14 +62,14 @@ def _table_entry(pair: ComputedPair) -> AddressEntry:
 
 
 def write_pairs(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Write the A and B of all VeRA adapters to the addresses in the slot table, in the dtype of
-    `like_TK`."""
+    """Compute A and B of all VeRA adapters from their vectors and constants, and write them to the addresses
+    in the group's table, in the dtype of `like_TK`."""
     _launch_kernel(kernels.computed.write_pairs, like_TK, table, group)
 
 
 def add_pair_gradients(like_TK: Tensor, table: AddressTable, group: Group) -> None:
-    """Compute the gradients of the vectors d and e, by which constant matrices are multiplied, from dA and
-    dB. Add them to their accumulators, and zero dA and dB."""
+    """Compute the gradients of the vectors d and e, by which VeRA's constant matrices are multiplied, from dA
+    and dB. Add the gradients to their accumulators, and set dA and dB to zero."""
     _launch_kernel(kernels.computed.add_pair_gradients, like_TK, table, group, WIDE=RANK_COLUMNS)
 
 

@@ -39,9 +39,9 @@ from weftune.ops.lora.tiling import (
 
 OP = "a mixture of experts"
 TILE = 64
-"""Rows per program in kernels whose programs process rows of one job only."""
+"""Number of rows per program, in kernels whose programs process rows of one job only."""
 COLUMNS = 1024
-"""Columns per program in kernels whose programs process one row only."""
+"""Number of columns per program, in kernels whose programs process one row only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ class SortedChoices:
     """Maps each choice (a pair of a token and one of its experts) to its position in the order by expert."""
     stops_E: Tensor
     blocks_G5: Tensor
-    """(start, stop, expert, first run, index after the last run) of each block of at most BLOCK rows of one
-    expert."""
+    """Blocks of at most BLOCK rows that belong to one expert, each as (start, stop, expert, first run, index
+    after the last run). A run is the rows of one job at one expert."""
     used_blocks_1: Tensor
-    """Number of blocks in `blocks_G5` that have rows."""
+    """Number of blocks in `blocks_G5` that have rows, as a tensor with one element."""
     rows: Rows
-    """Assignment of the sorted rows to programs of the LoRA kernels. The rows of one job at one expert form a
-    single piece (`ops.lora.rows`)."""
+    """Assignment of the sorted rows to programs of the LoRA kernels. All rows of one job at one expert are
+    summed by one program."""
 
     def sorted_tokens(self, x_TD: Tensor) -> Tensor:
-        """Return the row of x of the token of each choice (a pair of a token and one of its experts), in the
-        order by expert, [S, D]."""
+        """Return, for each choice (a pair of a token and one of its experts) in the order by expert, the row
+        of x that belongs to its token, [S, D]."""
         return x_TD.index_select(0, self.order_S // self.sorted_index_Tk.shape[1])
 
 
@@ -74,8 +74,8 @@ def sort_choices(
     experts_Tk: Tensor, owner_T: Tensor, numbers_J: Tensor, experts: int, slots: int
 ) -> SortedChoices:
     """Sort the choices (pairs of a token and an expert) by expert and job, and assign them to programs,
-    without synchronising host and device. `owner_T` is the index of each token's job, and `numbers_J` each
-    job's adapter index, −1 for none."""
+    without synchronising host and device. `owner_T` is the index of each token's job, and `numbers_J` the
+    index of each job's adapter in the kernels' tables, −1 for none."""
     count, device = len(numbers_J), experts_Tk.device
     key_S, order_S = (experts_Tk.int() * count + owner_T[:, None]).flatten().sort(stable=True)
     rows, runs = len(key_S), experts * count
@@ -125,8 +125,8 @@ def sort_choices(
 
 
 def _split_run_ends(edges: Tensor, max_rows: int) -> Tensor:
-    """Split every run of rows into parts of at most `max_rows` rows, and return the cumulative number of
-    parts after each run. `edges` are the boundaries of the runs."""
+    """Split every run (rows of one job or expert) into parts of at most `max_rows` rows, and return the
+    cumulative number of parts after each run. `edges` are the boundaries of the runs."""
     return ((edges.diff() + (max_rows - 1)) // max_rows).cumsum(dim=0, dtype=torch.int32)
 
 
@@ -141,13 +141,10 @@ def lora_experts(
     plan: ProductPlan | None = None,
 ) -> Tensor:
     """Return for each token the sum over its experts of down(weight · silu(gate) ⊙ up), with every job's
-    adapters.
-
-    `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of each
-    token's job, and `numbers_J` the index of each job's adapter in the tables of the sites, −1 for none. The
-    backward adds dA and dB to the jobs' accumulators. `anchor` makes autograd call it even if x needs no
-    gradient (`ops.accumulate`). Raises KernelsFailed if the kernels do not run on the device.
-    """
+    adapters. `sites` are the fused gate and up linear, and the down linear. `owner_T` is the int32 index of
+    each token's job, and `numbers_J` the index of each job's adapter in the tables of the sites, −1 for none.
+    The backward adds dA and dB to the jobs' accumulators. `anchor` makes autograd call the backward even if x
+    needs no gradient (`ops.accumulate`). Raises KernelsFailed if the kernels do not run on the device."""
 
     def output(x_TD: Tensor, weights_Tk: Tensor, numbers_J: Tensor) -> Tensor:
         slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
@@ -156,7 +153,8 @@ def lora_experts(
         return _Experts.apply(x_TD, weights_Tk, anchor, choices, *linears)
 
     def run_both_passes() -> None:
-        """Run forward and backward as if no job had an adapter, to find out whether the kernels run."""
+        """Run forward and backward with no job's adapter, and so without any effect, to find out whether the
+        kernels run."""
         with torch.enable_grad():
             y_TD = output(x_TD.detach().requires_grad_(), weights_Tk.detach(), torch.full_like(numbers_J, -1))
         y_TD.backward(torch.zeros_like(y_TD))
@@ -172,7 +170,7 @@ def lora_experts(
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinears:
-    """One linear of all experts, with the jobs' adapters, for one microbatch."""
+    """One linear of all experts of a layer, with the jobs' adapters, for the rows of one microbatch."""
 
     weight_ENK: Tensor
     choices: SortedChoices
@@ -193,7 +191,8 @@ class ExpertLinears:
         return cls(weight_ENK, choices, plan, SiteCall(group, rows, True, chosen, plan))
 
     def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output y, and s = xAᵀ, which the backward needs. s is None if no job has an adapter."""
+        """Return the output y, and s = xAᵀ, which the backward needs. s is None if no job has an adapter on
+        this linear."""
         s_SR = None if self.call is None else down(x_SK, self.call)
         if self.plan.is_fused:
             return self._product(x_SK, s_SR, backward=False), s_SR
@@ -203,8 +202,8 @@ class ExpertLinears:
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
-        """Return the gradient of xAᵀ, and add dB to the jobs' accumulators. None if no job has an adapter on
-        this linear."""
+        """Return ds, the gradient of s = xAᵀ, and add dB to the jobs' accumulators. None if no job has an
+        adapter on this linear."""
         return None if self.call is None or s_SR is None else ds_db(dy_SN, s_SR, self.call)[0]
 
     def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
@@ -254,13 +253,13 @@ class ExpertLinears:
 
 
 def _all_columns(y_SN: Tensor, call: SiteCall) -> ColumnSpan:
-    """Return a span that covers all columns of y, for the LoRA kernels."""
+    """Return a `ColumnSpan` that covers all columns of y, as an argument of the LoRA kernels."""
     return ColumnSpan(0, -(-y_SN.shape[1] // call.tiling.up.columns), 0, y_SN.shape[1])
 
 
 def best_plan(site: ExpertSite) -> ProductPlan:
-    """Return the product plan for a linear of experts: `fused` if the device supports it, since it adds the
-    adapters' output before rounding, else `wide`."""
+    """Return the product plan for a linear of experts: `fused` if the device supports it, since that plan
+    adds the adapters' output before rounding, else `wide`."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
     fused = aligned and rank <= DIRECT_RANKS and can_fuse(weight_NK, weight_NK.device)
@@ -315,7 +314,8 @@ class _Experts(torch.autograd.Function):
 
 
 def _apply_gate(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
-    """Return weight · silu(gate) · up."""
+    """Return weight · silu(gate) · up for each row, where `gate_up_SF` has the columns of gate, then those of
+    up."""
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     act_SI = gate_up_SF.new_empty(rows, width)
     kernels.experts.gated_forward[(rows,)](
@@ -330,7 +330,8 @@ def _apply_gate(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
 
 def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the recomputed activation, the gradients of gate and up, and those of the router's weights."""
+    """Return the recomputed activation, the gradient of gate and up, and the gradient of the router's
+    weights."""
     rows, width = dact_SI.shape
     act_SI, dgate_up_SF = torch.empty_like(dact_SI), torch.empty_like(gate_up_SF)
     dweight_S = torch.empty_like(weight_S)
@@ -349,7 +350,7 @@ def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tu
 
 
 def _sum_choices(y_SD: Tensor, sorted_index_Tk: Tensor) -> Tensor:
-    """Return for each token the sum of the rows of its choices, [T, D]."""
+    """Return for each token the sum of the output rows of its choices (its k experts), [T, D]."""
     (tokens, active), width = sorted_index_Tk.shape, y_SD.shape[1]
     total_TD = y_SD.new_empty(tokens, width)
     kernels.experts.summed_choices[(tokens * -(-width // COLUMNS),)](

@@ -1,11 +1,11 @@
-"""Frozen linears of a group and all jobs' adapters for few rows without gradients, such as a decode step.
+"""Frozen linears of a group and all jobs' adapters for few rows without gradients, such as a decode step. A
+training pass computes many rows per job, a decode step one row per sequence.
 
-A training pass computes many rows per job, a decode step one row per sequence. The time of a decode step is
-that of reading weights and adapters, so programs that read little, and additional launches, cost most. Beside
-the frozen product there are two launches for all sites (adapted linears) of a group and all jobs. The first
-computes partial sums of xAᵀ (shares); the second adds them up to s = factor · xAᵀ and computes y. Slots
-(table indices of jobs), ranks and addresses are read from device tensors, so a captured graph remains valid
-for other jobs.
+A decode step takes about as long as it takes to read weights and adapters, so programs that read little, and
+additional launches, cost most. Beside the frozen product there are two launches for all sites (adapted
+linears) of a group and all jobs. The first computes partial sums of xAᵀ (shares); the second adds them up to
+s = factor · xAᵀ and computes y. Slots (table indices of jobs), ranks and addresses are read from device
+tensors, so a captured graph remains valid for other jobs.
 
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
 to a power of two, C shares.
@@ -26,31 +26,31 @@ from weftune.ops.lora.tiling import KernelLaunch, precision, rank_block
 from weftune.ops.side_stream import SideStream
 
 FEW_ROWS = 256
-"""Maximum number of rows in a pass without gradients for which the adapters are computed by the kernels of
-this module, and the frozen product by torch."""
+"""Maximum number of rows for which the kernels of this module compute the adapters, and torch the frozen
+product, in a pass without gradients."""
 TILE_ROWS = 16
-"""Number of rows per program in a decode step: the minimum that tensor cores can multiply."""
+"""Number of rows per program in a decode step: the smallest number that tensor cores can multiply."""
 SHARE_INPUTS = 512
-"""Number of inputs over which one share (partial sum) is computed. It grows where there would be more than
-MAX_SHARES shares."""
+"""Number of inputs over which one share (partial sum) is computed. For wide inputs it is larger, so that
+there are at most MAX_SHARES shares."""
 MAX_SHARES = 16
 SPANS = (1024, 512)
 """Candidates for the number of output columns per program. The first with which there are at least PROGRAMS
 programs is used; if there is none, 256 is used."""
 PROGRAMS = 512
-"""Number of programs that keep a large GPU busy."""
+"""Number of concurrent kernel programs that keep a large GPU busy."""
 
 
 def is_unscaled_lora(group: Group) -> bool:
-    """Return whether all adapters of a group are plain LoRA, without scales (IA³, DoRA) or computed matrices
-    (VeRA). The kernels for few rows support no others."""
+    """Return whether all adapters of a group (linears that share their input) are plain LoRA, without scales
+    (IA³, DoRA) or computed matrices (VeRA). The kernels for few rows support only these."""
     return group.g_out is None and group.g_in is None and group.computed_table is None
 
 
 def few_rows_linear(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> Tensor:
-    """Return y = residual + bias + xWᵀ + scale · xAᵀB, where each row has A and B of its job."""
+    """Return y = residual + bias + xWᵀ + scale · xAᵀB, where each row uses A and B of its job."""
     assert is_unscaled_lora(group)
     with torch.cuda.device_of(x_TK):
         x_TK = x_TK.contiguous()
@@ -94,7 +94,8 @@ def share_count(features: int) -> int:
 
 
 def span_columns(group: Group, tiles: int) -> int:
-    """Return the number of output columns per program: few if there are few tiles of rows and few columns."""
+    """Return the number of output columns per program. It is small if there are few tiles of rows and few
+    columns, so that there are enough programs."""
     return next((span for span in SPANS if tiles * _count_spans(group, span) >= PROGRAMS), 256)
 
 
@@ -112,7 +113,8 @@ def _allocate_shares(x_TK: Tensor, group: Group, shares: int) -> Tensor:
 
 
 def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) -> None:
-    """Write partial sums of xAᵀ to `partial_PCTR`. Values where a row's job has no ranks remain arbitrary."""
+    """Write partial sums of xAᵀ (shares) to `partial_PCTR`. Values where a row's job has no ranks remain
+    arbitrary."""
     parts, shares = partial_PCTR.shape[:2]
     kernels.few_rows.down_share[(len(rows.tiles_G3), shares, parts)](
         x_TK,
@@ -127,7 +129,8 @@ def _write_shares(x_TK: Tensor, partial_PCTR: Tensor, group: Group, rows: Rows) 
 
 
 def _constants(x_TK: Tensor, group: Group, rows: Rows) -> dict[str, object]:
-    """Return the compile-time constants that both kernels for few rows need."""
+    """Return the compile-time constants that both kernels for few rows (`down_share` and `up_shares`)
+    need."""
     launch = choose_launch(rank_block(group.rank), x_TK.dtype)
     return {
         "S": len(rows.key_S),

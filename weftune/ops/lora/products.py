@@ -1,11 +1,12 @@
-"""The frozen product of a linear with the adapters' output added before rounding, forward and backward.
+"""The frozen product of a linear with the adapters' output added before rounding, forward and backward, by
+two methods (plans).
 
 `wide`: `torch.mm` writes the product in float32, and kernels add the adapters' output. `torch.addmm` is not
 used: it rounds a product of 16-bit operands to 16 bits before the addition, at nearly every shape and with
 all settings of torch. In a measurement this kept only a sixth of the output of a newly initialised adapter.
 
 `fused`: one kernel computes both. Its TMA descriptors are created on the host at every launch; a captured
-graph stores them. For slots with large ranks, the adapter's output is first written to the output tensor,
+graph stores them. For jobs with large ranks, the adapter's output is first written to the output tensor,
 which the fused kernel reads and then overwrites. That value is rounded to 16 bits, as s is: this costs
 relative precision of the adapter's output, but does not cut it off at the last digit of the sum.
 
@@ -29,7 +30,7 @@ from weftune.ops.lora.tiled_kernels import ColumnSpan, add_dx, large_dx, large_y
 from weftune.ops.lora.tiling import ProductBlocks, SiteCall, blocks_for_codes
 
 SPAN_BYTES = 256 << 20
-"""Maximum bytes of a temporary float32 product, unless a single block of columns takes more."""
+"""Maximum size in bytes of a temporary float32 product, unless a single block of columns takes more."""
 
 Right = Tensor | CodedWeight
 """A weight [N, K] in a form that products read directly: a matrix, or 8-bit floats with scales."""
@@ -37,8 +38,8 @@ Right = Tensor | CodedWeight
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The operands of left · rightᵀ. If they are 8-bit floats, the result must be multiplied by their
-    scales."""
+    """The operands of a product left · rightᵀ. If they are 8-bit floats, the product must be multiplied by
+    their scales."""
 
     left_TM: Tensor
     right_LM: Tensor
@@ -51,12 +52,13 @@ class Operands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the result: rows of the left operand and rows of the right operand."""
+        """Shape of the product: number of rows of the left operand and number of rows of the right
+        operand."""
         return len(self.left_TM), len(self.right_LM)
 
     def unscaled_product(self, first_column: int, end_column: int) -> Tensor:
-        """Return the columns `first_column` to `end_column` of left · rightᵀ in float32, before the scales
-        are applied."""
+        """Return the columns from `first_column` to `end_column` − 1 of left · rightᵀ in float32, before the
+        scales are applied."""
         right_LM = self.right_LM[first_column:end_column]
         if self.has_codes:
             return unscaled_code_product(self.left_TM, right_LM)
@@ -64,7 +66,7 @@ class Operands:
 
 
 def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
-    """Return the operands of xWᵀ."""
+    """Return the operands of xWᵀ, the frozen product of the forward."""
     if isinstance(weight, Tensor):
         return Operands(x_TK, weight)
     codes_TK, scale_T = row_codes(x_TK, None, weight.input_maxima)
@@ -72,7 +74,7 @@ def forward_operands(x_TK: Tensor, weight: Right) -> Operands:
 
 
 def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
-    """Return the operands of dyW."""
+    """Return the operands of dyW, the gradient of the linear's input."""
     if isinstance(weight, Tensor):
         return Operands(dy_TN, weight.T)
     codes_TN, scale_T = row_codes(dy_TN, weight.scale(), weight.output_maxima)
@@ -80,14 +82,15 @@ def backward_operands(dy_TN: Tensor, weight: Right) -> Operands:
 
 
 def matrix_like(like: Tensor, weight: Right) -> Tensor:
-    """Return the weight as a matrix of `like`'s dtype."""
+    """Return the weight as a matrix in the dtype of `like`."""
     if isinstance(weight, Tensor):
         return weight
     return (weight.codes().to(torch.float32) * weight.scale()[:, None]).to(like.dtype)
 
 
 def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a · b in float32. On a CPU, 16-bit operands are converted first."""
+    """Return a · b in float32 without intermediate rounding. On a CPU, 16-bit operands are converted
+    first."""
     if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda:
@@ -104,8 +107,9 @@ def wide_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `wide` plan, with s = factor · drop(x)Aᵀ and the scales
-    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `wide` plan (`torch.mm`, then kernels), with s = factor
+    · drop(x)Aᵀ and the scales g of the job's outputs (1 without scales). If a job scales its outputs, also
+    write xWᵀ + sB to u."""
     operands = forward_operands(x_TK, weight)
     y_TN = x_TK.new_empty(operands.shape)
     for span in column_spans(call.group.columns, call.tiling.up.columns, len(y_TN)):
@@ -126,8 +130,8 @@ def wide_y(
 
 
 def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `wide` plan: dyW + all adapters' ds · A with the dropout mask applied,
-    where ds = factor · dyBᵀ."""
+    """Return the gradient of x by the `wide` plan (`torch.mm`, then kernels): dyW plus the adapters' ds · A
+    with the dropout mask applied, where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     dx_TK = dy_TN.new_empty(operands.shape)
     for span in column_spans(((0, dx_TK.shape[1]),), call.tiling.up.columns, len(dx_TK)):
@@ -143,8 +147,8 @@ def wide_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Ten
 
 
 def column_spans(column_ranges: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[ColumnSpan]:
-    """Split each of `column_ranges` into blocks of `columns` columns, and yield groups of consecutive blocks
-    (spans), as few as `SPAN_BYTES` allows for temporary products."""
+    """Split each of `column_ranges` into blocks of `columns` columns, and yield spans (groups of consecutive
+    blocks). There are as few spans as `SPAN_BYTES` allows for the temporary product of each."""
     edges = [(at, min(at + columns, high)) for low, high in column_ranges for at in range(low, high, columns)]
     max_blocks = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // max_blocks)
@@ -162,15 +166,16 @@ def fused_y(
     u_TN: Tensor | None,
     call: SiteCall,
 ) -> Tensor:
-    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `fused` plan, with s = factor · drop(x)Aᵀ and the scales
-    g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB to u."""
+    """Return residual + bias + g ⊙ (xWᵀ + sB) by the `fused` plan (one kernel), with s = factor · drop(x)Aᵀ
+    and the scales g of the job's outputs (1 without scales). If a job scales its outputs, also write xWᵀ + sB
+    to u."""
     operands = forward_operands(x_TK, weight)
     return _fused_product(operands, bias_N, residual_TN, s_TPR, u_TN, call, call.tiling.y, backward=False)
 
 
 def fused_dx(dy_TN: Tensor, weight: Right, ds_TPR: Tensor, call: SiteCall) -> Tensor:
-    """Return the gradient of x by the `fused` plan: dyW + all adapters' ds · A with the dropout mask applied,
-    where ds = factor · dyBᵀ."""
+    """Return the gradient of x by the `fused` plan (one kernel): dyW plus the adapters' ds · A with the
+    dropout mask applied, where ds = factor · dyBᵀ."""
     operands = backward_operands(dy_TN, weight)
     return _fused_product(operands, None, None, ds_TPR, None, call, call.tiling.dx, backward=True)
 

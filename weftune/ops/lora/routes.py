@@ -1,9 +1,9 @@
 """LoRA of many jobs on one linear: y += scale · drop(x)AᵀB on the rows of each job, with its own A and B.
 
-There are three implementations, called routes. Two are here, and `ops.lora.tiled` has the third, for GPUs:
-- `reference`: plain autograd, job by job. The others are tested against it.
-- `segmented`: one autograd node that saves only x and rank-sized tensors. It also computes job by job, so
-  that no reduction mixes rows of two jobs: a NaN in one job does not reach other jobs.
+There are three implementations, called routes. Two are here, and `ops.lora.tiled` has the third, for GPUs.
+The route `reference` is plain autograd, job by job; the other routes are tested against it. The route
+`segmented` is one autograd node that saves only x and rank-sized tensors. It also computes job by job, so
+that no reduction mixes rows of two jobs: a NaN in one job does not reach other jobs.
 
 The backward adds the gradients of A and B to each job's accumulators; autograd tracks only x and y.
 
@@ -33,16 +33,17 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One job at one site (an adapted linear): its rows of the microbatch and its adapter."""
+    """One job at one linear: its rows of the microbatch and its adapter."""
 
     start: int
     stop: int
     adapter: LowRank
     key: int
-    """Key of the dropout mask: `ops.dropout.mask_key` of the job's seed, the step and the site."""
+    """Key of the dropout mask, which `ops.dropout.mask_key` computes from the job's seed, the step and the
+    linear's name."""
     first_feature: int = 0
-    """Index of the first column of x among the inputs of the whole linear. It is not 0 on a shard that has
-    later inputs."""
+    """Index of the first column of x among the inputs of the whole linear. Not 0 on a shard (a worker's part
+    of the linear) that has later inputs."""
 
     @property
     def rows(self) -> slice:
@@ -51,16 +52,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """All jobs with adapters at one linear in one microbatch."""
+    """All jobs with adapters at one linear in one microbatch, each with its rows."""
 
     blocks: tuple[Block, ...]
     token_index_T: Tensor
     anchor: Tensor
-    """Scalar with `requires_grad` but no gradient. It makes autograd record linears whose input needs no
-    gradient."""
+    """Scalar that requires a gradient but never gets one. It makes autograd record linears whose input needs
+    no gradient."""
 
     def keep_mask(self, block: Block, features: int) -> Tensor | None:
-        """Return the mask of the values of x that dropout keeps in the block's rows; None without dropout."""
+        """Return the mask of the values that dropout keeps in the rows of one job; None without dropout."""
         dropout = block.adapter.dropout
         if dropout == 0.0:
             return None
@@ -69,8 +70,8 @@ class Blocks:
 
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor:
-    """Return y plus every job's LoRA output on its own rows. The `reference` route returns a new tensor; all
-    other routes overwrite y."""
+    """Return y plus every job's LoRA output on its own rows, computed by the given route (implementation).
+    The `reference` route returns a new tensor; all other routes overwrite y."""
     if route is Route.reference:
         return _reference_output(x_TK, y_TN, blocks)
     return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
@@ -131,7 +132,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _zero_other_rows(blocks: Blocks, values_TK: Tensor) -> Tensor:
-    """Set the rows of `values_TK` that belong to no block to zero, in place, and return the tensor."""
+    """Set the rows of `values_TK` that belong to no job in `blocks` to zero, in place, and return the
+    tensor."""
     row = 0
     for block in blocks.blocks:
         values_TK[row : block.start].zero_()

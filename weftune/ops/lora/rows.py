@@ -25,43 +25,51 @@ from torch import Tensor
 from weftune.ops.dropout import to_signed
 
 BLOCK = 128
-"""Rows per program of the fused product: one instruction of two warp groups multiplies this many rows."""
+"""Number of rows per program of the fused product: one instruction of two warp groups multiplies this many
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """The rows `start` to `stop` of a microbatch, which belong to the job with the table index `slot`."""
+    """A range of rows of a microbatch, from `start` to `stop` − 1, that belongs to the job with the table
+    index `slot`."""
 
     start: int
     stop: int
     slot: int
     key: int
-    """Dropout key: `ops.dropout.step_key` of the job's seed and step."""
+    """Dropout key of the job in this step, which `ops.dropout.step_key` computes from the job's seed and
+    step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The assignment of a microbatch's rows to programs. It must not change until the backward is done."""
+    """The assignment of a microbatch's rows to kernel programs. Its tensors must not change until the
+    microbatch's backward is done."""
 
     tile: int
     piece: int
     max_runs: int
-    """Maximum number of runs (ranges of rows of one job), for which the tensors have room."""
+    """Maximum number of runs (ranges of consecutive rows of one job, or of none) for which the tensors have
+    room."""
     buffer: Tensor
     tiles_G3: Tensor
-    """(start, stop, slot) of each tile. Tiles have at most `tile` rows and cover all rows. Slot −1 means no
-    adapter."""
+    """Tiles (ranges of rows of one job), each as (start, stop, slot), where a slot is the job's table index.
+    Tiles have at most `tile` rows and cover all rows. Slot −1 means that the rows have no adapter."""
     pieces_Q4: Tensor
-    """(start, stop, slot, alone) of each piece. Pieces have at most `piece` rows and cover all rows. First
-    come the pieces of slots with several pieces, then those of slots with one piece (alone = 1), then those
-    of rows without a slot (slot −1)."""
+    """Pieces (ranges of rows of one job over which a program sums), each as (start, stop, slot, alone), where
+    a slot is the job's table index. Pieces have at most `piece` rows and cover all rows. First come the
+    pieces of slots with several pieces, then those of slots with one piece (alone = 1), then those of rows
+    without a slot (slot −1)."""
     sums_M3: Tensor
-    """(slot, first piece, index after the last piece) of each slot with several pieces."""
+    """Entry (slot, first piece, index after the last piece) for each job, by its table index (slot), whose
+    rows are split into several pieces."""
     runs_U3: Tensor
-    """(start, stop, slot) of the rows of all slots, in order, split at multiples of BLOCK rows."""
+    """Ranges (start, stop, slot) of the rows of all jobs, in order, split at multiples of BLOCK rows. A slot
+    is the job's table index."""
     edges_V: Tensor
-    """Index in `runs_U3` of the first entry of each block of BLOCK rows: block b has the entries edges[b] to
-    edges[b + 1] − 1."""
+    """For each block of BLOCK rows, the index of its first entry in `runs_U3`: block b has the entries
+    edges[b] to edges[b + 1] − 1."""
     key_S: Tensor
     token_index_T: Tensor
 
@@ -75,8 +83,9 @@ class Rows:
         max_runs: int | None = None,
     ) -> Rows:
         """Return an assignment for microbatches of up to `rows` rows, all of which are padding at first.
-        Kernels have programs for at most `max_runs` runs (ranges of rows of one slot or of none). The default
-        allows one run of every slot, and rows without a slot before, between and after these."""
+        Kernels have programs for at most `max_runs` runs (ranges of consecutive rows of one job, or of none).
+        By default, there may be one run of every job, and rows without a job before, between and after
+        these."""
         max_runs = 2 * slots + 1 if max_runs is None else max_runs
         shapes = _row_shapes(rows, slots, tile, piece, max_runs)
         buffer = torch.empty(word_count(shapes), dtype=torch.int32, device=device)
@@ -86,13 +95,14 @@ class Rows:
 
     @property
     def max_pieces(self) -> int:
-        """Maximum total number of pieces of the slots whose rows are split into several pieces."""
+        """Maximum total number of pieces (ranges of at most `piece` rows) of all jobs whose rows are split
+        into several pieces."""
         return 2 * len(self.sums_M3)
 
     def fill(self, slot_rows: Sequence[SlotRows], token_index: np.ndarray) -> None:
-        """Replace the content by the assignment of another microbatch, which may be smaller, in one
-        asynchronous copy. `slot_rows` are the rows of each job, and `token_index` numbers the rows for
-        dropout."""
+        """Replace the content by the assignment of another microbatch, which may have fewer rows, in one
+        asynchronous copy. `slot_rows` are the rows of each job, and `token_index` has for each row the
+        counter from which dropout masks are computed."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in slot_rows}) == len(slot_rows), (
             "a slot holds one segment of a microbatch"
@@ -131,7 +141,8 @@ def _row_shapes(rows: int, slots: int, tile: int, piece: int, max_runs: int) -> 
 
 
 def _slot_runs(slot_rows: Sequence[SlotRows], rows: int) -> list[SlotRows]:
-    """Return runs that cover all rows in order, with slot −1 for rows without a job."""
+    """Return runs (ranges of consecutive rows) that cover all rows in order. Rows without a job get the slot
+    (table index) −1."""
     runs, row = [], 0
     for seat in sorted((seat for seat in slot_rows if seat.start < seat.stop), key=lambda seat: seat.start):
         assert row <= seat.start, "segments overlap"
@@ -150,7 +161,7 @@ def _split_run(run: SlotRows, max_rows: int) -> list[tuple[int, int]]:
 
 
 def _cut_run(run: SlotRows) -> list[tuple[int, int]]:
-    """Split the rows of a run at the multiples of BLOCK."""
+    """Split a range of rows at the multiples of BLOCK, and return (start, stop) of each part."""
     edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
     return list(pairwise(edges))
 
@@ -158,8 +169,8 @@ def _cut_run(run: SlotRows) -> list[tuple[int, int]]:
 def _row_pieces(
     runs: Sequence[SlotRows], max_rows: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Split the runs into pieces of at most `max_rows` rows. Return the entries of `Rows.pieces_Q4` and of
-    `Rows.sums_M3`."""
+    """Split the runs (ranges of rows of one job) into pieces of at most `max_rows` rows. Return the entries
+    of `Rows.pieces_Q4` and of `Rows.sums_M3`."""
     split_pieces: list[tuple[int, ...]] = []
     single_pieces: list[tuple[int, ...]] = []
     unassigned_pieces: list[tuple[int, ...]] = []
@@ -190,7 +201,8 @@ def word_count(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def split_buffer(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return consecutive views with these shapes into a buffer of 32-bit words, as `word_count` sizes it."""
+    """Return consecutive views with these shapes into a buffer of 32-bit words, which must have the size that
+    `word_count` returns."""
     parts = buffer.split([_padded_word_count(shape) for shape in shapes])
     return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
 

@@ -2,8 +2,8 @@
 residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
 
 g is a trained vector (IA³), or for DoRA the product of a trained vector and 1 / ‖W + scale · BA‖, which has
-no gradient and is computed in every forward. As with matrices, the kernels find a slot's vectors by their
-addresses. A slot is the table index of a job.
+no gradient and is computed in every forward. A slot is the table index of a job; the kernels find a slot's
+vectors by addresses in a table, as they find its matrices.
 
 Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots with several pieces
 (`ops.lora.rows`).
@@ -22,19 +22,19 @@ from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import AddressTable
 
 COLUMNS, ROWS = 128, 32
-"""Size of the block that a program scales at a time."""
+"""Numbers of columns and rows of the block that a kernel program scales at a time."""
 Columns = tuple[tuple[int, int], ...]
-"""First column, and the column after the last, of each linear of a group."""
+"""For each linear of a group, its first column and the column after its last in the concatenated output."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteScale:
-    """One job's scales g at one linear. The job must keep the tensors alive: the table has only their
-    addresses."""
+    """One job's scales g at one linear. The job must keep the tensors alive, since the kernels' table stores
+    only their addresses."""
 
     value_M: Tensor
     total_M: Tensor
-    """Accumulator of the gradient of `value_M`."""
+    """Accumulator of the gradient of `value_M`, the trained vector of scales."""
     inverse_M: Tensor | None = None
     """float32 buffer for DoRA's factor 1 / ‖W + scale · BA‖, written in every forward. None without DoRA."""
     scales_bias: bool = False
@@ -42,13 +42,13 @@ class SiteScale:
 
 def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
     """Return an empty table of the scales of jobs at linears. An entry has the addresses of `value_M`,
-    `total_M` and `inverse_M` (0 for None), and one number, `scales_bias`."""
+    `total_M` and `inverse_M` of a `SiteScale` (0 for None), and one number, `scales_bias`."""
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
 def set_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
-    """Set the scales of the job with the table index `slot`, one per linear. A scale is None if the job has
-    none there."""
+    """Set the scales of the job with the table index `slot`, one entry per linear. An entry is None if the
+    job has no scales at the linear."""
     table.set_slot(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
@@ -90,8 +90,8 @@ def unscale_rows(
     in_place: bool,
 ) -> Tensor:
     """Compute the backward of g ⊙ u, where g are the scales of each row's job. Return g ⊙ dy, which
-    overwrites dy if `in_place`, and add the sum of dy · u over each job's rows to the accumulator of its
-    g."""
+    overwrites dy if `in_place`, and add the sum of dy · u over each job's rows to the gradient accumulator of
+    the job's g."""
     du_TM = dy_TM if in_place else torch.empty_like(dy_TM)
     partial_QM = dy_TM.new_empty(rows.max_pieces, dy_TM.shape[1], dtype=torch.float32)
     where = {

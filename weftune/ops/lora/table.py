@@ -1,8 +1,7 @@
 """Tables in device memory by which the tiled kernels find the jobs' adapters. A table has the addresses of
 the adapters for a group of sites (adapted linears) that share their input. A slot is the table index of a
-job.
-
-A table is never reallocated: when a job starts or ends, entries change, so a captured graph remains valid.
+job. A table is never reallocated: when a job starts or ends, entries change, so a captured graph remains
+valid.
 
 Ranks above BAND are split into bands. Ranks are the rows of A and B, so a band is contiguous in both. The
 kernels treat each band of a site as a separate part, at the address of its first row, with at most BAND ranks
@@ -27,17 +26,18 @@ from weftune.ops.dropout import keep_threshold, to_signed
 from weftune.ops.lora.rows import split_buffer, word_count
 
 ALIGNMENT = 16
-"""Bytes that a kernel loads with one instruction, if all addresses are multiples of this number."""
+"""Number of bytes that a kernel loads with one instruction, if all addresses are multiples of this number."""
 BAND = 128
-"""Maximum number of ranks in a band, limited by the registers for a tile of 64 rows or 128 columns."""
+"""Maximum number of ranks in a band, the unit in which kernels process ranks. It is limited by the registers
+for a tile of 64 rows or 128 columns."""
 NEVER = -(1 << 31)
-"""Dropout threshold that keeps every value."""
+"""Threshold for random bits with which dropout keeps every value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """One job's LoRA at one linear: A, B, and the accumulators of their gradients. The job must keep these
-    tensors alive, since the kernels' table has only their addresses."""
+    tensors alive, since the kernels' table stores only their addresses."""
 
     a_RK: Tensor
     b_RN: Tensor
@@ -52,7 +52,8 @@ class LowRank:
 
     @property
     def factor(self) -> float:
-        """Factor of s = xAᵀ in training: the scale divided by the probability that dropout keeps a value."""
+        """Factor in s = factor · drop(x)Aᵀ in training: the LoRA scale divided by the probability that
+        dropout keeps a value."""
         return self.scale / (1.0 - self.dropout)
 
     @property
@@ -67,35 +68,38 @@ class LowRank:
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
-        """Offsets in bytes from one band of ranks to the next in A, B, dA and dB."""
+        """Offsets in bytes from one band (range of BAND ranks) to the next in A, B, dA and dB."""
         return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """The table of the LoRA matrices of all jobs (by slot, the job's table index) at linears that share their
-    input."""
+    """The table of the LoRA matrices of all jobs at linears that share their input. A job's entries have its
+    slot (table index)."""
 
     is_aligned: bool
-    """Whether every address is a multiple of ALIGNMENT."""
+    """Whether every address in the table is a multiple of ALIGNMENT bytes."""
     bands: int
-    """Number of bands into which ranks are split. It is enough for the largest rank that a job may have."""
+    """Number of bands (ranges of BAND ranks) for which the table has room at each linear: enough for the
+    largest rank that a job may have."""
     host: Tensor
     host_views: tuple[np.ndarray, ...]
-    """Views of `host`, the copy of the table in host memory, corresponding to the views of `buffer` below."""
+    """Views of `host`, the copy of the table in host memory. They correspond to the views of `buffer`:
+    addresses, factors, ranks, dropout thresholds and checksums."""
     buffer: Tensor
     address_PS4: Tensor
-    """Addresses of A, B, dA and dB, as int64."""
+    """Addresses of A, B, dA and dB of each job at each part (a band of ranks of one linear), as int64."""
     factor_PS2: Tensor
-    """Factors of s = xAᵀ, as float32: in training (`LowRank.factor`), then in evaluation
-    (`LowRank.scale`)."""
+    """Factors in s = factor · xAᵀ, as float32: the factor in training (`LowRank.factor`), then the factor in
+    evaluation (`LowRank.scale`)."""
     rank_PS: Tensor
-    """Number of ranks of each job in each part (a band of one linear): 0 for an empty slot, without an
-    adapter at the linear, or without ranks in this band."""
+    """Number of ranks of each job in each part (a band of ranks of one linear). 0 if no job has the table
+    entry, or if the job has no adapter at the linear or no ranks in this band."""
     threshold_PS: Tensor
     crc_P: Tensor
-    """Checksums of the names of the linears. The last element is the index of the first input in the whole
-    linears (a shard may hold a part of the inputs). Dropout masks depend on both."""
+    """Checksums of the names of the linears, followed by one more element: the index of this table's first
+    input among the inputs of the whole linears, of which a shard may hold a part. Dropout masks depend on
+    both."""
 
     @staticmethod
     def empty(
@@ -121,13 +125,14 @@ class SlotTable:
         return table
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
-        adapter there."""
+        """Write a job's entries, one per linear, to the table index `slot` on host and device. None means
+        that the job has no adapter at the linear."""
         self.set_slot(slot, entries)
         self.copy_to_device()
 
     def set_slot(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries to the index `slot` on the host only; `copy_to_device` copies all changes."""
+        """Write a job's entries, one per linear, to the table index `slot` on the host only; `copy_to_device`
+        copies all changes. None means that the job has no adapter at the linear."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = self.host_views
         assert len(entries) * self.bands == len(rank_PS)
         for site, entry in enumerate(entries):
@@ -148,9 +153,9 @@ class SlotTable:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def set_experts(self, first_slot: int, entry: LowRank) -> None:
-        """Write one job's adapters of all experts to consecutive slots from `first_slot` on, on the host
-        only. The table must have one linear. The matrices of all experts are stacked, [experts, R, K] and
-        [experts, R, N]."""
+        """Write one job's adapters of all experts to consecutive table indices from `first_slot` on, on the
+        host only. The table must have one linear. The matrices of all experts are stacked, [experts, R, K]
+        and [experts, R, N]."""
         address_PS4, factor_PS2, rank_PS, _, _ = self.host_views
         experts, rank, _ = entry.a_RK.shape
         assert rank <= self.bands * BAND == len(rank_PS) * BAND
@@ -169,7 +174,7 @@ class SlotTable:
 
 
 def required_bands(rank: int) -> int:
-    """Return the number of bands that `rank` ranks need."""
+    """Return the number of bands (ranges of at most BAND ranks) that an adapter of this rank needs."""
     return max(1, -(-rank // BAND))
 
 
@@ -184,15 +189,16 @@ AddressEntry = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class AddressTable:
-    """A table with addresses of other tensors than LoRA's matrices, such as scales, for each linear and job
-    (by slot, its table index). An entry may also have numbers."""
+    """A table with addresses of other tensors than LoRA's matrices, such as scales, for each linear and each
+    job (by slot, the job's table index). An entry may also have numbers."""
 
     host: Tensor
     host_address_PSA: np.ndarray
     host_number_PSn: np.ndarray
     buffer: Tensor
     address_PSA: Tensor
-    """Addresses as int64. All addresses of an entry are 0 if the job has no such tensors at the linear."""
+    """Addresses of the tensors, as int64. All addresses of an entry are 0 if the job has no such tensors at
+    the linear."""
     number_PSn: Tensor
 
     @staticmethod
@@ -213,7 +219,8 @@ class AddressTable:
         return self.address_PSA.shape[1]
 
     def set_slot(self, slot: int, entries: Sequence[AddressEntry | None]) -> None:
-        """Write a job's entries, one per linear, to the index `slot` on the host only."""
+        """Write a job's entries, one per linear, to the table index `slot` on the host only. None means that
+        the job has no such tensors at the linear."""
         for site, entry in enumerate(entries):
             addresses, numbers = (0, 0) if entry is None else entry
             self.host_address_PSA[site, slot], self.host_number_PSn[site, slot] = addresses, numbers
@@ -224,20 +231,22 @@ class AddressTable:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Linears with one input and concatenated frozen weights, such as q, k and v, and the tables of their
-    adapters."""
+    """Linears that share their input and have concatenated frozen weights, such as q, k and v, with the
+    tables of their adapters."""
 
     columns: tuple[tuple[int, int], ...]
     """First column, and the column after the last, of each linear in the concatenated output."""
     table: SlotTable
     rank: int
-    """Upper bound on the ranks of all jobs."""
+    """Upper bound on the rank of every job's adapter."""
     has_dropout: bool
     """Whether a job may use dropout at the group's linears."""
     g_out: AddressTable | None = None
-    """Table of the scales of outputs (`ops.lora.scales`). None until a job has such scales."""
+    """Table of the vectors by which jobs scale the linears' outputs (`ops.lora.scales`). None until a job has
+    such scales."""
     g_in: AddressTable | None = None
-    """Table of the scales of inputs. Only a group of a single linear can have it."""
+    """Table of the vectors by which jobs scale the linear's inputs. Only a group of a single linear can have
+    it."""
     has_dora: bool = False
     """Whether a job may use DoRA, whose output scales include the inverse row norms of W + scale · BA."""
     computed_table: AddressTable | None = None
@@ -249,14 +258,14 @@ class Group:
 
     @property
     def launch_key(self) -> tuple[object, ...]:
-        """Values for which kernels are compiled, such as the rank. Groups with equal values use the same
+        """Values that are compiled into the kernels, such as the rank. Groups with equal values use the same
         compiled kernels."""
         tables = self.g_out is None, self.g_in is None, self.has_dora, self.computed_table is None
         return self.columns, self.rank, self.has_dropout, self.bands, self.table.is_aligned, *tables
 
     def write(self, slot: int, entries: Sequence[LowRank | None]) -> None:
-        """Write a job's entries, one per linear, to the index `slot` on host and device. None means no
-        adapter there."""
+        """Write a job's LoRA entries, one per linear, to the table index `slot` on host and device. None
+        means that the job has no adapter at the linear."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.has_dropout or all(entry.dropout == 0.0 for entry in present)

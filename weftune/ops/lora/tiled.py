@@ -1,12 +1,10 @@
 """Frozen linears of a group and all jobs' adapters as one autograd node, with Triton kernels (the tiled
 route).
 
-The kernels of the low-rank products find each job by its slot (`ops.lora.table`), and `ops.lora.products` has
-the frozen product. No shape, address or launch depends on the jobs, so all work can be captured in a CUDA
-graph.
-
-Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³), and matrices that are
-computed from vectors (VeRA).
+The kernels of the low-rank products find each job by its slot, its index in a table (`ops.lora.table`), and
+`ops.lora.products` has the frozen product. No shape, address or launch depends on the jobs, so all work can
+be captured in a CUDA graph. Besides LoRA, adapters may have vectors that scale outputs or inputs (DoRA, IA³),
+and matrices that are computed from vectors (VeRA).
 
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
 to a power of two, Q pieces of slots with several pieces (`ops.lora.rows`).
@@ -49,8 +47,8 @@ OP = "LoRA"
 def plan_trial(
     weight: Weight, residual: bool, group: Group, rows: Rows, dtype: torch.dtype
 ) -> PlanTrial | None:
-    """Return the trial that measures the fastest product plan for `lora_linear` with these arguments. None
-    for weights that are dequantised at each use, whose plan is not measured."""
+    """Return the trial that measures the fastest product plan (method of the tiled kernels) for `lora_linear`
+    with these arguments. None for weights that are dequantised at each use, whose plan is not measured."""
     if not isinstance(weight, Tensor) and not is_coded(weight):
         return None
     weight_NK = _stored_tensor(weight)
@@ -71,13 +69,10 @@ def lora_linear(
     graph_only: bool = False,
 ) -> Tensor:
     """Return y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + factor · drop(x)AᵀB), where each row has A, B and
-    g of its job.
-
-    The backward adds dA and dB to the jobs' accumulators. For a group of several linears it may overwrite dy.
-    `anchor` makes autograd call the backward even if x needs no gradient (`ops.accumulate`). If `graph_only`,
-    y may have arbitrary values, since only the backward is used. Raises KernelsFailed if the kernels do not
-    run on the device.
-    """
+    the scales g of its job. The backward adds dA and dB to the jobs' accumulators; for a group of several
+    linears it may overwrite dy. `anchor` makes autograd call the backward even if x needs no gradient
+    (`ops.accumulate`). If `graph_only`, y may have arbitrary values, since only the backward is used. Raises
+    KernelsFailed if the kernels do not run on the device."""
     assert x_TK.shape[0] == len(rows.token_index_T)
     right = multiplied_form(weight)
     if len(x_TK) <= FEW_ROWS and not torch.is_grad_enabled() and not training and is_unscaled_lora(group):
@@ -101,8 +96,8 @@ def lora_linear(
 def _rehearse_tiles(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> None:
-    """Test whether the tiled kernels run on the device: launch them on rows of no job, once per set of launch
-    parameters."""
+    """Test whether the tiled kernels run on the device: launch them on rows of no job, so that nothing is
+    written, once per set of launch parameters. Raises KernelsFailed if they do not run."""
     rows, lying = call.rows, _stored_tensor(right)
     # The kernels depend on the number of rows only through their tiling and the alignment of that number.
     tiling = replace(
@@ -135,8 +130,8 @@ def _rehearse_tiles(
 def _warm_up_few_rows(
     x_TK: Tensor, right: Right, bias_N: Tensor | None, residual_TN: Tensor | None, group: Group, rows: Rows
 ) -> None:
-    """Test whether the kernels for few rows run on the device: launch them on rows of no job, once per set of
-    launch parameters."""
+    """Test whether the kernels for few rows run on the device: launch them on rows of no job, so that nothing
+    is written, once per set of launch parameters. Raises KernelsFailed if they do not run."""
     lying, slots = _stored_tensor(right), len(rows.key_S)
     key = (
         *("few rows", x_TK.device, x_TK.dtype, lying.shape, lying.dtype, lying.stride(0) == 1),
@@ -194,8 +189,8 @@ class _LoraLinear(torch.autograd.Function):
 def forward(
     x_TK: Tensor, weight: Right, bias_N: Tensor | None, residual_TN: Tensor | None, call: SiteCall
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (y, s, u) for the backward: the outputs y, s = factor · drop(x)Aᵀ, and the outputs u before they
-    are scaled, None if no job scales outputs."""
+    """Return (y, s, u): the outputs y, and for the backward s = factor · drop(x)Aᵀ and the outputs u before
+    they are scaled, None if no job scales outputs."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -224,7 +219,8 @@ def backward(
     u_TN: Tensor | None = None,
     bias_N: Tensor | None = None,
 ) -> Tensor | None:
-    """Return dx if `needs_dx`, else None, and add the adapters' gradients to the jobs' accumulators."""
+    """Return dx, the gradient of x, if `needs_dx`, else None, and add the adapters' gradients to the jobs'
+    accumulators."""
     group = call.group
     with torch.cuda.device_of(x_TK):
         if group.computed_table is not None:
@@ -248,8 +244,9 @@ def backward(
 def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight: Right, s_TPR: Tensor, call: SiteCall, needs_dx: bool
 ) -> Tensor | None:
-    """Add dA and dB to the jobs' accumulators. Return dx if `needs_dx`, else None. dx depends only on ds, the
-    gradient of xAᵀ, so dA and dB are computed concurrently with dx if `plan.uses_side_stream`."""
+    """Add dA and dB to the jobs' accumulators, and return dx, the gradient of x, if `needs_dx`, else None. dx
+    depends only on ds, the gradient of xAᵀ, so dA and dB are computed concurrently with dx if
+    `plan.uses_side_stream`."""
     product = fused_dx if call.plan.is_fused else wide_dx
     if not needs_dx or not call.plan.uses_side_stream:
         ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, call)

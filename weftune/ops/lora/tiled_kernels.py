@@ -1,7 +1,6 @@
-"""Launchers of the tiled LoRA kernels: they allocate outputs and pass grids and arguments.
-
-s = factor · drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. Pieces are
-ranges of a slot's rows (`ops.lora.rows`).
+"""Launchers of the tiled LoRA kernels: they allocate outputs and pass grids and arguments. s = factor ·
+drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. A slot is the table index of
+a job, and pieces are ranges of a slot's rows (`ops.lora.rows`).
 
 Shapes: T rows, K inputs, N outputs of all linears, P parts (`ops.lora.table`), R rank of one part, rounded up
 to a power of two, C partial sums, Q pieces of slots with several pieces, L ranks of all bands of a linear.
@@ -19,18 +18,18 @@ from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.tiling import DIRECT_RANKS, SiteCall, precision
 
 LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 64, 128, 64
-"""Numbers of rows and of columns of W that a program of `row_lengths` processes at a time, and the total
-number of ranks of the jobs that it processes."""
+"""Numbers of rows and columns of W that a program of the kernel `row_lengths` processes at a time, and the
+maximum total rank of the jobs that it processes together."""
 LENGTH_WARPS, LENGTH_STAGES = 4, 3
 LARGE_SPAN = 1024
-"""Columns per program of `large_y` and `large_dx`. The number is large, because most programs find no job
-with a large rank and end at once."""
+"""Number of columns per program of the kernels `large_y` and `large_dx`. It is large, because most programs
+find no job with a large rank and end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpan:
-    """A range of columns, `first_column` to `end_column`, that consists of `block_count` consecutive blocks
-    from the block `first_block` on."""
+    """A range of columns from `first_column` to `end_column` − 1. It consists of `block_count` consecutive
+    blocks of columns, from the block `first_block` on."""
 
     first_block: int
     block_count: int
@@ -39,8 +38,8 @@ class ColumnSpan:
 
 
 def down(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return s = factor · drop(x)Aᵀ [T, P·R]. It is zero in ranks above the job's, and in rows without a
-    job."""
+    """Return s = factor · drop(x)Aᵀ [T, P·R] of each row's job. It is zero in ranks above the job's rank, and
+    in rows without a job."""
     (rows, features), tiling, table = x_TK.shape, call.tiling, call.group.table
     s_TPR = x_TK.new_empty(rows, call.parts * call.ranks)
     partial = s_TPR
@@ -74,8 +73,8 @@ def down(x_TK: Tensor, call: SiteCall) -> Tensor:
 
 
 def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], call: SiteCall) -> None:
-    """Write s = factor · drop(x)Aᵀ, given partial sums of xAᵀ in `partial_CTR`. `shares[p]` is the number of
-    partial sums of part p (a band of ranks of one linear)."""
+    """Write s = factor · drop(x)Aᵀ to `s_TPR`, given partial sums of xAᵀ in `partial_CTR`. `shares[p]` is the
+    number of partial sums of part p (a band of ranks of one linear)."""
     step = min(call.rows.tile, max(1, 1024 // call.ranks))
     kernels.site.sum_rows[(len(call.rows.tiles_G3), -(-call.rows.tile // step))](
         partial_CTR,
@@ -107,7 +106,7 @@ def up(
     scale_N: Tensor | None = None,
 ) -> None:
     """Write y = g ⊙ (frozen ⊙ scales + sB) + bias + residual in the columns of the span, with s = factor ·
-    drop(x)Aᵀ and the output scales g of the job. `frozen_TW` has just these columns of xWᵀ; `scale_T` and
+    drop(x)Aᵀ and the output scales g of the job. `frozen_TW` has only these columns of xWᵀ; `scale_T` and
     `scale_N` are the scales of 8-bit operands."""
     launch, table = call.tiling.up, call.group.table
     kernels.site.up[(span.block_count, len(call.rows.tiles_G3))](
@@ -136,7 +135,7 @@ def up(
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]:
     """Return ds = factor · dyBᵀ, the gradient of drop(x)Aᵀ, and partial sums of dB for jobs whose rows are
-    split into several pieces. For other jobs, add dB to the accumulator."""
+    split into several pieces (row ranges). For other jobs, add dB to the accumulator."""
     partial_db_QLN = allocate_db(dy_TN, call)
     if not call.tiling.reads_dy_once:
         db(dy_TN, s_TPR, partial_db_QLN, call)
@@ -150,8 +149,8 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, call: SiteCall) -> tuple[Tensor, Tensor]
 
 
 def allocate_db(dy_TN: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dB of jobs whose rows are split into several
-    pieces."""
+    """Return uninitialised memory for the partial sums of dB of jobs whose rows are split into several pieces
+    (row ranges)."""
     shape = call.rows.max_pieces, call.bands * call.ranks, dy_TN.shape[1]
     return dy_TN.new_empty(shape, dtype=torch.float32)
 
@@ -163,9 +162,9 @@ def db(
     call: SiteCall,
     partial_ds_CTR: Tensor | None = None,
 ) -> None:
-    """Compute dB. Add it to the accumulators, or write partial sums for jobs whose rows are split into
-    several pieces. If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of xAᵀ; dy is
-    read only once."""
+    """Compute dB. Add it to the jobs' accumulators, or write partial sums for jobs whose rows are split into
+    several pieces (row ranges). If `partial_ds_CTR` is given, also write partial sums of ds, the gradient of
+    xAᵀ, from the same read of dy."""
     (rows, outputs), tiling, table = dy_TN.shape, call.tiling, call.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
     blocks = call.bands * sum(call.blocks(launch.columns))
@@ -218,15 +217,15 @@ def ds(dy_TN: Tensor, call: SiteCall) -> Tensor:
 
 
 def allocate_da(x_TK: Tensor, call: SiteCall) -> Tensor:
-    """Return uninitialised memory for the partial sums of dA of jobs whose rows are split into several
-    pieces."""
+    """Return uninitialised memory for the partial sums of dA of jobs whose rows are split into several pieces
+    (row ranges)."""
     shape = call.rows.max_pieces, call.parts, call.ranks, x_TK.shape[1]
     return x_TK.new_empty(shape, dtype=torch.float32)
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, call: SiteCall) -> None:
-    """Compute dA. Add it to the accumulators, or write partial sums for jobs whose rows are split into
-    several pieces."""
+    """Compute dA. Add it to the jobs' accumulators, or write partial sums for jobs whose rows are split into
+    several pieces (row ranges)."""
     launch = call.tiling.da
     blocks = -(-x_TK.shape[1] // launch.columns)
     kernels.site_gradients.da[(blocks, len(call.rows.pieces_Q4), call.parts // launch.parts_per_program)](
@@ -252,7 +251,7 @@ def add_dx(
     scale_T: Tensor | None = None,
 ) -> None:
     """Write dx = frozen ⊙ scale + ds · A with the dropout mask applied, in the columns of the span. ds is the
-    gradient of xAᵀ, and `frozen_TW` has just these columns of dyW."""
+    gradient of xAᵀ, and `frozen_TW` has only these columns of dyW."""
     launch = call.tiling.up
     kernels.site_gradients.add_dx[(span.block_count, len(call.rows.tiles_G3))](
         ds_TPR,
@@ -272,8 +271,8 @@ def add_dx(
 
 
 def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
-    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for a
-    fused product. Other rows are left unchanged."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to the rows of y whose jobs have a rank that is too large for
+    the fused kernel (frozen product plus adapters). Other rows are left unchanged."""
     launch, table = call.tiling.large_y, call.group.table
     kernels.large.large_y[(sum(call.blocks(LARGE_SPAN)), len(call.rows.runs_U3))](
         s_TPR,
@@ -292,7 +291,8 @@ def large_y(s_TPR: Tensor, y_TN: Tensor, call: SiteCall) -> None:
 
 def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
     """Write ds · A (ds is the gradient of xAᵀ), with the dropout mask applied, to the rows of dx whose jobs
-    have a rank that is too large for a fused product. Other rows are left unchanged."""
+    have a rank that is too large for the fused kernel (frozen product plus adapters). Other rows are left
+    unchanged."""
     launch, features = call.tiling.large_dx, dx_TK.shape[1]
     kernels.large.large_dx[(-(-features // LARGE_SPAN), len(call.rows.runs_U3))](
         ds_TPR,
@@ -309,8 +309,8 @@ def large_dx(ds_TPR: Tensor, dx_TK: Tensor, call: SiteCall) -> None:
 
 
 def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCall) -> None:
-    """Add the partial sums of dA and dB to the accumulators of the jobs whose rows are split into several
-    pieces."""
+    """Add the partial sums of dA and dB to the gradient accumulators of the jobs whose rows are split into
+    several pieces (row ranges)."""
     features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // call.ranks)
     blocks = call.parts * -(-features // columns) + call.bands * sum(call.blocks(columns))
@@ -334,7 +334,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, call: SiteCal
 
 
 def row_lengths(weight_NK: Tensor, call: SiteCall) -> None:
-    """Write 1 / ‖W + scale · BA‖ for each row of W and each job that uses DoRA."""
+    """Write DoRA's factor 1 / ‖W + scale · BA‖ for each row of W and each job that uses DoRA."""
     table, g_out = call.group.table, call.group.g_out
     assert g_out is not None
     ranks = min(call.ranks, DIRECT_RANKS)

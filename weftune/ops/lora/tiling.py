@@ -1,4 +1,5 @@
-"""Launch parameters of the tiled LoRA kernels for a group of linears. They do not depend on the jobs.
+"""Launch parameters of the tiled LoRA kernels for a group of linears. The parameters do not depend on the
+jobs.
 
 s = factor · drop(x)Aᵀ are the rank-sized activations of the adapters, and ds their gradient. Slots are table
 indices of jobs, and parts are bands of at most BAND ranks of one linear (`ops.lora.table`); tiles and pieces
@@ -19,43 +20,47 @@ from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
 MIN_RANK = 16
-"""Minimum number of ranks in a product of the kernels; smaller ranks are padded."""
+"""Minimum number of ranks in a matrix product of the kernels; smaller ranks are padded to it."""
 ONE_READ_RANKS = 64
-"""Maximum rank for which dB and ds, the gradient of xAᵀ, are computed from one read of dy. With more ranks,
-the partial sums of ds are larger than dy."""
+"""Maximum rank for which one kernel computes dB and ds, the gradient of xAᵀ, from a single read of dy. With
+more ranks, the partial sums of ds are larger than dy."""
 TOGETHER_RANKS = 256
-"""Maximum total rank of the parts that one program processes, limited by registers."""
+"""Maximum total number of ranks that one program processes for several linears at once, limited by
+registers."""
 LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes of shared memory on the GPUs for which the block sizes for 16-bit dtypes were tuned."""
+"""Minimum shared memory in bytes of the GPUs for which the block sizes for 16-bit dtypes were tuned. Block
+sizes are halved on other GPUs."""
 PROGRAMS = 128
-"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split so that
-there are about as many programs."""
+"""Number of programs that saturate a large GPU's memory bandwidth. Sums over many columns are split among
+about this number of programs."""
 MASKING_PROGRAMS = 512
-"""Number of programs that saturate the memory bandwidth if they also compute dropout masks."""
+"""Number of programs that saturate a large GPU's memory bandwidth if they also compute dropout masks."""
 DIRECT_RANKS = 64
-"""Maximum rank for which a fused product has registers. For larger ranks, separate kernels compute the
-adapters' terms of y and dx."""
+"""Maximum rank for which the fused kernel (frozen product plus adapters) has registers. For larger ranks,
+separate kernels compute the adapters' terms of y and dx."""
 FUSED_SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a fused product needs."""
+"""Shared memory in bytes that the fused kernel (frozen product plus adapters) needs."""
 BESIDE_COLUMNS = 32
-"""Fixed cost of one wave of programs of a fused product, as the number of columns per program that take the
-same time."""
+"""Fixed cost of one wave of programs of the fused kernel (frozen product plus adapters), as the number of
+columns per program that take the same time."""
 FUSED_COLUMNS = 128
-"""Number of columns of which the first column of every linear must be a multiple for a fused product."""
+"""Number of columns of which the first column of every linear must be a multiple, so that the fused kernel
+(frozen product plus adapters) can be used."""
 CODED_INNER = 128
-"""Size of a fused product's blocks along the inner dimension, for 8-bit operands."""
+"""Size of the blocks of the fused kernel (frozen product plus adapters) along the inner dimension, for 8-bit
+operands."""
 ROUGH_SUMS = 1 << 15
-"""Maximum length of a sum of 8-bit products in a tensor core. Hopper's tensor cores keep some 14 bits of such
-a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to this length
-that is less than the rounding error of the operands; longer sums are accumulated in float32, for which blocks
-of 256 columns have no registers."""
+"""Maximum length of a sum of 8-bit products that is left to a tensor core. Hopper's tensor cores keep some 14
+bits of such a sum and truncate the rest, so that it is too small by up to 2⁻¹⁴ for every 32 products. Up to
+this length that is less than the rounding error of the operands; longer sums are accumulated in float32, for
+which blocks of 256 columns have no registers."""
 
 
 class ProductPlan(StrEnum):
     """The method by which the tiled kernels compute a linear with adapters. `wide`: kernels add the adapters'
-    output to a product that `torch.mm` has written in float32. `fused`: one kernel computes both. `beside`:
-    dA and dB are computed concurrently with the frozen product of the backward, not before it; this costs a
-    second read of dy.
+    output to a product that `torch.mm` has written in float32. `fused`: one kernel computes the product and
+    the adapters' output. `beside`: dA and dB are computed concurrently with the frozen product of the
+    backward, not before it; this costs a second read of dy.
 
     All plans sum in float32 and round once, since rounding earlier would lose the output of a new adapter.
     """
@@ -85,13 +90,14 @@ class KernelLaunch:
     """Rows per iteration in kernels that loop over a longer range of rows. All other kernels process one tile
     of rows per program."""
     parts_per_program: int = 1
-    """Number of parts (bands of ranks of one linear) per program in kernels that read x once for several
-    parts."""
+    """Number of parts (a part is a band of ranks of one linear) per program, in kernels that read x once for
+    several parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductBlocks:
-    """The block size, compiler options and number of programs of a fused product."""
+    """The block size, compiler options and number of programs of the fused kernel (frozen product plus
+    adapters)."""
 
     columns: int
     inner_size: int
@@ -110,7 +116,8 @@ class ProductBlocks:
 class Tiling:
     down: KernelLaunch
     up: KernelLaunch
-    """Launch parameters of the kernels `up` and `add_dx`."""
+    """Launch parameters of the kernels `up` and `add_dx`, which add the adapters' output or gradient to a
+    frozen product."""
     ds: KernelLaunch
     """Launch parameters of the kernel that computes ds, the gradient of xAᵀ, without dB."""
     ds_db: KernelLaunch
@@ -119,15 +126,15 @@ class Tiling:
     concurrently with a product."""
     da: KernelLaunch
     large_y: KernelLaunch
-    """Launch parameters of the kernel that writes the output of adapters with large ranks before a fused
-    product."""
+    """Launch parameters of the kernel that writes the output of adapters with large ranks, to which the fused
+    kernel then adds the frozen product."""
     large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     down_splits: int
-    """Number of programs over which the sum over the inputs is split when xAᵀ is computed."""
+    """Number of programs among which the sum over the inputs is split when xAᵀ is computed."""
     ds_splits: int
-    """Number of programs over which the sum over the outputs is split when ds, the gradient of xAᵀ, is
+    """Number of programs among which the sum over the outputs is split when ds, the gradient of xAᵀ, is
     computed without dB."""
     reads_dy_once: bool
     """Whether one kernel computes dB and ds, the gradient of xAᵀ, from a single read of dy."""
@@ -135,7 +142,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class SiteCall:
-    """The arguments of the kernels for linears that share their input, and one microbatch."""
+    """The arguments of the kernels for one group of linears, which share their input, and one microbatch."""
 
     group: Group
     rows: Rows
@@ -164,12 +171,13 @@ class SiteCall:
 
     @property
     def has_large_ranks(self) -> bool:
-        """Whether a job may have a large rank, which exceeds the registers of a fused product."""
+        """Whether a job may have a rank that exceeds the registers of the fused kernel (frozen product plus
+        adapters)."""
         return self.group.rank > DIRECT_RANKS
 
     @property
     def has_dropout(self) -> bool:
-        """Whether kernels draw dropout masks."""
+        """Whether kernels draw dropout masks in this pass."""
         return self.group.has_dropout and self.training
 
     @property
@@ -182,21 +190,21 @@ class SiteCall:
 
     @property
     def adapters(self) -> tuple[Tensor, ...]:
-        """Arguments of kernels: dropout keys of jobs, token indices of rows, and the addresses, ranks,
-        dropout thresholds and name checksums of adapters."""
+        """Arguments that most kernels read: dropout keys of jobs, token indices of rows, and the addresses,
+        ranks, dropout thresholds and name checksums of adapters."""
         rows, table = self.rows, self.group.table
         own = table.address_PS4, table.rank_PS, table.threshold_PS, table.crc_P
         return rows.key_S, rows.token_index_T, *own
 
     @property
     def output_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Addresses of the scales of outputs, and whether each of them also scales the bias. Both are None
-        without scales."""
+        """Addresses of the vectors by which jobs scale outputs, and for each vector whether it also scales
+        the bias. Both are None if no job scales outputs."""
         scales = self.group.g_out
         return (None, None) if scales is None else (scales.address_PSA, scales.number_PSn)
 
     def blocks(self, columns: int) -> list[int]:
-        """Return the number of blocks of `columns` columns in each linear's output."""
+        """Return, for each linear, the number of blocks of `columns` columns that cover its output."""
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
     def alignment(self, operand: Tensor) -> int:
@@ -217,26 +225,27 @@ class SiteCall:
 
 
 def precision(operand: Tensor) -> str:
-    """Return the `input_precision` of `tl.dot` with which float32 products are exact. It has no effect on
-    16-bit operands."""
+    """Return the `input_precision` of `tl.dot` with which products of float32 operands are exact. It has no
+    effect on 16-bit operands."""
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
 def rank_block(rank: int) -> int:
-    """Return the size of a block of ranks: at most BAND, rounded up to a power of two that tensor cores
-    support."""
+    """Return the number of ranks that kernels process at a time for adapters of this rank: a power of two
+    that tensor cores support, at most BAND."""
     return max(MIN_RANK, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_per_program(group: Group) -> int:
-    """Return the number of parts per program: one per linear of the group if their ranks fit the registers,
-    else 1."""
+    """Return the number of parts (a part is a band of ranks of one linear) that a program processes at once:
+    one for every linear of the group if their ranks fit into registers, else 1."""
     sites = len(group.columns)
     return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
 def choose_tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
-    """Return launch parameters that fit the registers and the shared memory of the device."""
+    """Return launch parameters of all tiled kernels that fit the registers and the shared memory of the
+    device."""
     count, device, half = len(rows.token_index_T), rows.buffer.device, dtype.itemsize == 2
     launches = _launches_for_16_bits(group, device) if half else _launches_for_32_bits(group)
     if half and _programs_share_multiprocessor(rows, group, launches["ds_db"], device):
@@ -264,20 +273,23 @@ def _split_count(max_shares: int, width: int, launch: KernelLaunch) -> int:
 def _programs_share_multiprocessor(
     rows: Rows, group: Group, launch: KernelLaunch, device: torch.device
 ) -> bool:
-    """Return whether several programs share a multiprocessor, which leaves less shared memory for each."""
+    """Return whether several programs of a kernel run on one multiprocessor, which leaves less shared memory
+    for each."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > get_device_class(device).multiprocessors
 
 
 def supported_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the product plans that the weight, the group and the device support."""
+    """Return the product plans (methods of the tiled kernels) that the weight, the group and the device
+    support."""
     allowed = can_fuse(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = ProductPlan.wide, ProductPlan.wide_beside
     return (*always, ProductPlan.fused, ProductPlan.fused_beside) if allowed else always
 
 
 def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[ProductPlan, ...]:
-    """Return the product plans that a trial should compare. Without a trial, the first of them is used.
+    """Return the product plans (methods of the tiled kernels) that a trial should time. Without a trial, the
+    first of them is used.
 
     Fused plans are preferred wherever they are supported, since they save writing and reading a float32
     product.
@@ -288,12 +300,13 @@ def candidate_plans(weight_NK: Tensor, group: Group, device: torch.device) -> tu
 
 
 def can_fuse(weight_NK: Tensor, device: torch.device) -> bool:
-    """Return whether the fused product can be used for a weight."""
+    """Return whether one fused kernel can multiply by this weight and add the adapters' output."""
     return weight_NK.dtype.itemsize <= 2 and _has_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
 def _has_whole_rows(weight_NK: Tensor) -> bool:
-    """Return whether TMA can read the weight, whose rows must be aligned to 16 bytes for that."""
+    """Return whether TMA (the GPU's copy engine) can read the weight. Its rows must be aligned to 16 bytes
+    for that."""
     values = ALIGNMENT // weight_NK.element_size()
     whole = all(size % values == 0 for size in (*weight_NK.shape, weight_NK.stride(0)))
     return whole and weight_NK.stride(1) == 1 and weight_NK.data_ptr() % ALIGNMENT == 0
@@ -308,8 +321,8 @@ def _has_copy_engines(device: torch.device) -> bool:
 def choose_product_blocks(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
-    """Return the launch parameters of a fused product for the block size with the shortest estimated time. No
-    block may span two linears."""
+    """Return the launch parameters of the fused kernel (frozen product plus adapters) with the block size
+    whose estimated time is shortest. No block may span two linears."""
     programs = get_device_class(device).multiprocessors
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
@@ -320,8 +333,8 @@ def choose_product_blocks(
 
 
 def _balanced_program_count(blocks: ProductBlocks, rows: int, outputs: int) -> int:
-    """Return the smallest number of programs that takes as many waves as `blocks.programs` would. The
-    remaining multiprocessors are free for other work."""
+    """Return the smallest number of programs that needs as many waves (programs run one after another on a
+    multiprocessor) as `blocks.programs` would. The remaining multiprocessors are free for other work."""
     tiles = _tile_count(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
     return max(1, -(-tiles // rounds))
@@ -332,12 +345,14 @@ def _tile_count(rows: int, outputs: int, columns: int) -> int:
 
 
 def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBlocks:
-    """Return the parameters for blocks of `columns` columns that fit registers and shared memory."""
+    """Return the launch parameters of the fused kernel for blocks of `columns` columns that fit registers and
+    shared memory."""
     return ProductBlocks(columns, 128 // dtype.itemsize, 3 if columns == 256 else 4, programs)
 
 
 def blocks_for_codes(blocks: ProductBlocks, length: int) -> ProductBlocks:
-    """Return the parameters for 8-bit operands with an inner dimension of `length`."""
+    """Return the launch parameters of the fused kernel for 8-bit operands, given those for 16-bit operands.
+    `length` is the inner dimension, over which products are summed."""
     if length <= ROUGH_SUMS:
         return replace(blocks, inner_size=CODED_INNER)
     return replace(
@@ -380,8 +395,8 @@ def _launches_for_few_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
-    """Return the launch parameters by kernel for parts of more than DIRECT_RANKS ranks. A program may process
-    the parts of up to two linears."""
+    """Return the launch parameters, by kernel, for adapters with more than DIRECT_RANKS ranks at a linear. A
+    program may process up to two linears."""
     together = parts_per_program(group)
     down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
     if together > 1:
@@ -397,8 +412,8 @@ def _launches_for_many_ranks(group: Group) -> dict[str, KernelLaunch]:
 
 
 def _launches_for_32_bits(group: Group) -> dict[str, KernelLaunch]:
-    """Return the launch parameters by kernel for 32-bit dtypes. Blocks are small, since exact float32 leaves
-    few registers."""
+    """Return the launch parameters, by kernel, for 32-bit dtypes. Blocks are small, since exact float32
+    products leave few registers."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     reader = replace(launch, parts_per_program=parts_per_program(group))
     others = dict.fromkeys(("up", "ds", "ds_db", "db", "large_y", "large_dx"), launch)

@@ -1,5 +1,5 @@
-"""Triton kernels. A module of kernels is imported when one of them is first launched, so that the launchers
-can be imported without Triton."""
+"""Triton kernels. A module of kernels is imported when one of its kernels is first launched, so that the
+launchers can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def count_compilation() -> None:
-    """Make Triton report each compilation, whose seconds are then counted as the run's compilation time
+    """Make Triton report each compilation, so that its seconds are counted as the run's compilation time
     (`core.clock`). Do nothing if another listener is installed."""
     from triton import knobs
 

@@ -1,5 +1,5 @@
-"""Kernels of the optimizer update. A program processes a block of one job; the jobs are found through a table
-of addresses, so that one launch serves them all.
+"""Kernels of the optimizer update. A program processes a block of one job's parameters. The jobs are found
+through a table of addresses, so that one launch updates all of them.
 
 Shapes: J jobs, B values of a program.
 """
@@ -12,25 +12,27 @@ import triton
 import triton.language as tl
 
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
-"""Columns of the table for `update`: addresses of a job's flat vectors, and the number of parameters."""
+"""Columns of the table that the kernel `update` reads: addresses of a job's flat vectors, and their number of
+parameters."""
 FACTOR, KEPT, RATE, ROOT, REST1, BETA2, REST2, EPS = (tl.constexpr(n) for n in range(8))
-"""Columns of the table of numbers: the clipping factor of the gradient (below 0: no step is made), the factor
-of the weights by weight decay, lr / (1 − β₁ⁿ), √(1 − β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
+"""Columns of the table of numbers that the kernel `update` reads: the clipping factor of the gradient (if
+negative, no step is made), the factor by which weight decay multiplies the weights, lr / (1 − β₁ⁿ), √(1 −
+β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
 VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
-"""Columns of the table for `squares`: address and length of a vector."""
+"""Columns of the table that the kernel `squares` reads: address and length of a vector."""
 
 
 @triton.jit
 def _vector_size(entry, SIZES_ALIGNED: tl.constexpr):
-    """Return the number of values of a job's vectors. If SIZES_ALIGNED, all sizes are multiples of 16, which
-    lets the compiler use wide memory accesses."""
+    """Return the number of values in each of a job's flat vectors. If SIZES_ALIGNED, all sizes are multiples
+    of 16, which lets the compiler use wide memory accesses."""
     size = tl.load(entry)
     return tl.multiple_of(size, 16) if SIZES_ALIGNED else size
 
 
 @triton.jit
 def squares(table_J2, squares_JB, SIZES_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the sum of squares of each block of each vector. The last block may be shorter."""
+    """Write the sum of squares of each block of each vector. The last block of a vector may be shorter."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
     size = _vector_size(table_J2 + LENGTH, SIZES_ALIGNED)
@@ -51,9 +53,9 @@ def update(
     SIZES_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply one step of AdamW: update moments, master weights and the weights that passes read, and zero the
-    gradient. Write whether the block's new weights are finite to `finite_JB`; its values for blocks after a
-    job's end are left unchanged."""
+    """Apply one step of AdamW to a block of a job's parameters: update moments, master weights and the
+    weights that passes read, and zero the gradient. Write whether the block's new weights are finite to
+    `finite_JB`; blocks after a job's last parameter leave their value there unchanged."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     factors_J8 += job * 8

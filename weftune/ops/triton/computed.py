@@ -1,8 +1,8 @@
 """Kernels that compute the A and B of VeRA adapters from constants and two trained vectors, d and e, and
 their backward. A slot is the table index of a job.
 
-Shapes: R ranks and C columns that a program processes at a time, W columns of a rank, P sites, S slots, K
-inputs, N outputs.
+Shapes: R ranks and C columns that a program processes at a time, W columns of a rank, P sites (adapted
+linears), S slots, K inputs, N outputs.
 """
 
 # mypy: allow-untyped-defs, disable-error-code=assignment
@@ -22,7 +22,7 @@ def pair_pointer(pairs, entry, MATRIX: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def site_width(site, WIDTHS: tl.constexpr, P: tl.constexpr):
-    """Return the number of outputs (columns of B) of a linear."""
+    """Return the number of outputs, which are the columns of B, of the linear with the index `site`."""
     width = WIDTHS[0]
     for p in tl.static_range(1, P):
         width = tl.where(site == p, WIDTHS[p], width)
@@ -34,8 +34,8 @@ def write_pairs(
     like, pairs, strides, matrices, K,
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write C columns of A (one constant, whose rows are scaled by d) and of B (another constant, whose
-    columns are scaled by e) for a job that uses VeRA."""
+    """Write C columns of A (a constant matrix whose rows are scaled by d) and of B (another constant matrix
+    whose columns are scaled by e) for a job that uses VeRA."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:
@@ -65,9 +65,10 @@ def add_pair_gradients(
     WIDTHS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the vectors d and e from dA and dB, and zero dA and dB. The gradient of e is
-    the sum over ranks of dB times the constant B, for C columns per program. The gradient of d is the sum
-    over columns of dA times the constant A; the ranks are distributed over the programs."""
+    """Compute the gradients of the vectors d and e from dA and dB, add them to their accumulators, and zero
+    dA and dB. The gradient of e is the sum over ranks of dB times the constant B, for C columns per program.
+    The gradient of d is the sum over columns of dA times the constant A; the ranks are distributed over the
+    programs."""
     entry = tl.program_id(0)
     ranks = tl.load(strides + entry * 3)
     if ranks == 0:

@@ -4,8 +4,9 @@ NF4: a value is code[bits] times the maximum of its block of 64 values. If the m
 256 per block, a maximum is nested_code[absmax] · nested_absmax + offset. int8 and fp8: a value is its code
 times the scale of its row.
 
-Shapes: W words of a program, C the 16 values of the code, or the values of a program, which are all in one
-row. A word is four bytes with eight codes: a thread reads one word and writes 16 bytes in half precision.
+Shapes: W words of a program, C the 16 values of the NF4 code or, for int8 and fp8, the values of a program,
+which are all in one row. A word is four bytes with eight codes: a thread reads one word and writes 16 bytes
+in half precision.
 """
 
 from __future__ import annotations

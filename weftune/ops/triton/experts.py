@@ -2,8 +2,8 @@
 added in the epilogue, the gated activation weighted by the router, and the sum over a token's experts.
 
 Rows are choices (a token and one of its experts), sorted by expert and then by job. The rows of a program
-belong to one expert. As in the module `product`, a job's low-rank product is added by selection to its own
-rows only.
+belong to one expert. A job's low-rank product is computed for all rows of a program, and added by selection
+to the job's own rows only, so that no NaN reaches another job.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R ranks up to a power of two, S slots (a job at an expert), B columns of a program, all in one row.
@@ -37,9 +37,9 @@ def assign_runs(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Assign rows to programs. The rows `edges[g]` to `edges[g + 1]` form a run: those of owner g % J at
-    expert g // J. One program per run writes its piece and its tiles, and one per expert writes its blocks.
-    `run_ends`, `tile_ends` and `block_ends` are cumulative counts."""
+    """Assign rows to programs. The rows from `edges[g]` to `edges[g + 1]` − 1 form run g: the rows of the job
+    g % J at the expert g // J. One program per run writes its piece and its tiles (ranges of its rows), and
+    one per expert writes its blocks. `run_ends`, `tile_ends` and `block_ends` are cumulative counts."""
     if tl.program_id(0) < E * J:
         run = tl.program_id(0)
         start = tl.load(edges + run)
@@ -107,9 +107,9 @@ def expert_product(
     PRECISION: tl.constexpr,
 ):
     """Compute target [rows, N]: each row of lhs [rows, K] times the matrix of its expert, plus the adapters'
-    products. Forward: rhs is W of all experts as [experts · N, K], and the adapters add sB with s = xAᵀ.
-    Backward: rhs is W as [experts · K, N], and the adapters add ds · A, where `s` holds ds, the gradient of
-    xAᵀ. If s is None, no adapters are added."""
+    products. In the forward, rhs is W of all experts as [experts · N, K], and the adapters add sB with s =
+    xAᵀ. In the backward, rhs is W as [experts · K, N], and the adapters add ds · A, where `s` holds ds, the
+    gradient of xAᵀ. If s is None, no adapters are added."""
     H: tl.constexpr = C // 2
     row_blocks = tl.load(used_blocks)
     column_blocks = tl.cdiv(N, C)
@@ -170,7 +170,7 @@ def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
 
 @triton.jit
 def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute act = weight · silu(gate) · up of a row."""
+    """Compute act = weight · silu(gate) · up for one row, where weight is the router's weight."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     for low in tl.static_range(0, WIDTH, BLOCK):
@@ -184,7 +184,8 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute the gradients of gate, up and the router's weight for a row, and recompute its activation."""
+    """Compute the gradients of gate, up and the router's weight for one row, and recompute the row's
+    activation."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row).to(tl.float32)
     total_B = tl.full((BLOCK,), 0.0, tl.float32)
@@ -208,8 +209,8 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
 
 @triton.jit
 def summed_choices(y, sorted_index, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute B columns of the sum of the outputs of a token's experts, in the order of the token's
-    choices."""
+    """Compute B columns of the sum of the outputs of one token's experts, added in the order in which the
+    router lists them."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column_B = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

@@ -1,8 +1,9 @@
-"""Kernels that add adapters to a linear of few rows, such as those of a decode step (`ops.lora.few_rows`).
+"""Kernels that add adapters to a linear of few rows, such as the rows of a decode step (`ops.lora.few_rows`).
+Every program reads thousands of values of A or B, since with few rows most of the time is spent reading the
+adapters.
 
-Every program reads thousands of values of A or B, since with few rows the time is that of reading the
-adapters. A program works on the rows of one slot (the table index of a job) only. Values outside its rows,
-its job's rank or a width are loaded as zero, so no sum can include another job's NaN.
+A program works on the rows of one slot (the table index of a job) only. Values outside its rows, its job's
+rank or a width are loaded as zero, so no sum can include another job's NaN.
 
 Shapes: M rows of a program, C columns per iteration (of the input or of the output), R the largest rank of a
 part (`ops.lora.table`) rounded up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N
@@ -36,8 +37,9 @@ def down_share(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a partial sum (share) of xAᵀ for a tile of rows and one part, over one of SPLITS ranges of the
-    inputs. Nothing is written for rows without a job and for parts in which the job has no ranks."""
+    """Compute a partial sum (share) of xAᵀ for a tile of rows and one part (a band of ranks of one linear),
+    over one of SPLITS ranges of the inputs. Nothing is written for rows without a job and for parts in which
+    the job has no ranks."""
     tile, share, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -93,9 +95,9 @@ def up_shares(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute y = frozen + sB + bias + residual in SPAN columns of one site (an adapted linear), rounded
-    once. s = scale · xAᵀ is the sum of its shares (partial sums) times the scale. `frozen` is xWᵀ in float32,
-    which is first multiplied by its scales if it has any."""
+    """Compute y = frozen + sB + bias + residual in SPAN columns of one linear, rounded once. s = factor · xAᵀ
+    is the sum of its shares (partial sums) times the factor. `frozen` is xWᵀ in float32, which is first
+    multiplied by its scales if it has any."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     tile = tl.program_id(1)
@@ -165,8 +167,8 @@ def sum_shares(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return the sum of the shares (partial sums) of one part (a band of ranks of one linear), times the
-    factor. It is 0 in ranks above the job's."""
+    """Return the sum of the shares (partial sums) of xAᵀ for one part (a band of ranks of one linear), times
+    the factor. It is 0 in ranks above the job's rank."""
     r_R = tl.arange(0, R)
     s_MR = tl.full((M, R), 0.0, tl.float32)
     for share in tl.static_range(SPLITS):

@@ -25,8 +25,8 @@ def row_codes(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Compute codes and scale such that codes · scale ≈ x ⊙ column_scale. A row with a NaN or an infinity
-    gets the scale NaN."""
+    """Compute 8-bit codes, and one scale per row, such that codes · scale ≈ x ⊙ column_scale. A row with a
+    NaN or an infinity gets the scale NaN."""
     row_R = tl.program_id(0) * R + tl.arange(0, R)
     column_C = tl.arange(0, C)
     inside_C = column_C < WIDTH

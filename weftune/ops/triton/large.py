@@ -1,6 +1,6 @@
-"""Kernels for large slots: jobs with more ranks than a fused product has registers for. They write the
-adapter's output to the output tensor; the fused product then adds the values that it finds there to its own
-sum. Rows of all other slots are not touched. A slot is the table index of a job.
+"""Kernels for large slots: jobs with more ranks than the fused kernel has registers for. They write the
+adapter's output to the output tensor; the fused kernel then adds the frozen product to the values that it
+finds there. Rows of all other slots are not touched. A slot is the table index of a job.
 
 A program processes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time. It keeps
 its part of s = xAᵀ in registers. SPAN is large, so that few programs find no large slot.
@@ -32,7 +32,8 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def load_low_rank_rows(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
-    """Load M rows of s = xAᵀ for one part. Columns beyond the part's rank are zero."""
+    """Load M rows of s = xAᵀ for one part (a band of ranks of one linear). Columns beyond the job's ranks in
+    the part are zero."""
     r_R = tl.arange(0, R)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
     travels_MR = (row_M < stop)[:, None] & (padded_rank_mask(r_R, ranks) & (ranks > 0))[None, :]
@@ -41,7 +42,8 @@ def load_low_rank_rows(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.const
 
 @triton.jit
 def load_weight_columns(weight, column_C, width, ranks, R: tl.constexpr):
-    """Load C columns of A or B of a part that is `width` columns wide. Ranks beyond the job's are zero."""
+    """Load C columns of A or B, which is `width` columns wide, for one part (a band of ranks of one linear).
+    Ranks beyond the job's are zero."""
     r_R = tl.arange(0, R)
     owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
     return tl.load(weight + r_R[:, None] * width + column_C[None, :], mask=owned_RC, other=0.0)
@@ -66,8 +68,8 @@ def large_y(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write sB, with s = factor · drop(x)Aᵀ, to a job's rows of y, in SPAN columns of one linear, if the
-    job's rank exceeds what a fused product supports."""
+    """Write sB, with s = factor · drop(x)Aᵀ, to a job's rows of y, in SPAN columns of one linear. Only jobs
+    are processed whose rank exceeds what the fused kernel (frozen product plus adapters) supports."""
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
     run = runs + tl.program_id(1) * 3
@@ -110,7 +112,7 @@ def large_y(
 @triton.jit
 def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
     """Return the number of ranks of a job in the first band of a linear if the job's rank there exceeds what
-    a fused product supports, else 0."""
+    the fused kernel (frozen product plus adapters) supports, else 0."""
     ranks = tl.load(rank + site * S + slot)
     return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
 
@@ -119,7 +121,7 @@ def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.co
 def kept_values(
     sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr, P: tl.constexpr
 ):
-    """Return `sum_MC` with zeros where the dropout mask of a job at a linear drops values."""
+    """Return `sum_MC` with zeros where the dropout mask of the job at the linear drops values."""
     token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
     drawn = site_key(key, crc, slot, site)
     feature_C = first_input(crc, P) + k_C
@@ -151,7 +153,8 @@ def large_dx(
     PRECISION: tl.constexpr,
 ):
     """Compute SPAN columns of a job's rows of dx: the sum of ds · A (ds is the gradient of xAᵀ) with dropout
-    masks over all linears where the job's rank exceeds what a fused product supports."""
+    masks over all linears where the job's rank exceeds what the fused kernel (frozen product plus adapters)
+    supports."""
     SITES: tl.constexpr = P // BANDS
     run = runs + tl.program_id(1) * 3
     start = tl.load(run)

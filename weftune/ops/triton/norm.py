@@ -1,4 +1,5 @@
-"""Kernels of RMSNorm. A program holds whole rows, so that each is read once and its mean stays in registers.
+"""Kernels of RMSNorm. A program holds whole rows, so that each row is read once and its mean stays in
+registers.
 
 All loads are issued before the sum over the row, so that their latencies overlap: the compiler cannot move
 loads across the barrier of the sum.
@@ -66,8 +67,8 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute dx, the gradient of the norm's input x, plus dskip, the gradient of the residual connection, if
-    it is given."""
+    """Compute dx, the gradient of the norm's input x. If dskip, the gradient of the residual connection, is
+    given, add it to dx."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]

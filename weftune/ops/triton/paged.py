@@ -43,8 +43,8 @@ def attend_share(
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Write the unnormalised output of a share (range) of a sequence's rows, its largest score, and the sum
-    of the exponentials of its scores. For a share without rows this sum is 0."""
+    """Write the unnormalised output of attention for a share (range) of a sequence's rows, the share's
+    largest score, and the sum of the exponentials of its scores. For a share without rows this sum is 0."""
     sequence, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
@@ -95,8 +95,8 @@ def attend_share(
 def combine_shares(
     sums, norms, out, WIDTH: tl.constexpr, SHARES: tl.constexpr, S: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Write the output of one head of one sequence by combining its shares; S is SHARES rounded up to a power
-    of two."""
+    """Write the output of one head of one sequence by combining its shares (ranges of the sequence's rows). S
+    is SHARES rounded up to a power of two."""
     head = tl.program_id(0).to(tl.int64)
     s_S, d_D = tl.arange(0, S), tl.arange(0, D)
     is_share_S = s_S < SHARES

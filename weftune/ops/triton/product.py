@@ -2,9 +2,9 @@
 the low-rank products of its rows' jobs to the frozen sum before it writes the result.
 
 A program may hold rows of several jobs. A job's product is computed for all rows of the program, and added by
-selection to its own rows only: so a NaN in one job's weights or rows cannot reach another's. A slot is the
-table index of a job. The product of a large slot (one with more ranks than fit the registers) has been
-written to the output beforehand, and is added by selection too.
+selection to the job's own rows only: so a NaN in one job's weights or rows cannot reach another job's rows. A
+slot is the table index of a job. The product of a large slot (one with more ranks than fit the registers) has
+been written to the output beforehand, and is added by selection too.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R the ranks of one part (`ops.lora.table`) up to a power of two, P parts, S slots, W warps.
@@ -33,8 +33,8 @@ from weftune.ops.triton.slots import (
 
 @triton.jit
 def tile_blocks(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Return (row block, column block) of a tile of the output. Tiles are ordered so that GROUP row blocks
-    share their columns of the weight in the cache."""
+    """Return (row block, column block) of the tile of the output with the index `tile`. Tiles are ordered so
+    that GROUP row blocks share their columns of the weight in the cache."""
     width = GROUP * column_blocks
     first = tile // width * GROUP
     height = tl.minimum(row_blocks - first, GROUP)
@@ -58,8 +58,8 @@ def part_bounds(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def split_halves(sum_MC):
-    """Return the left and the right half of the columns. Each thread has some of both, so no data moves
-    between threads."""
+    """Return the left and the right half of the columns of a tile. Each thread has some columns of both, so
+    no data moves between threads."""
     M: tl.constexpr = sum_MC.shape[0]
     C: tl.constexpr = sum_MC.shape[1]
     return tl.split(tl.permute(tl.reshape(sum_MC, (M, 2, C // 2)), (0, 2, 1)))
@@ -68,8 +68,8 @@ def split_halves(sum_MC):
 @triton.jit
 def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
     """Return s · weight, computed as one small product for each 16 rows, which belong to one warp. One large
-    product would use instructions of the whole warp group, and the compiler would then wait after each such
-    instruction of the frozen product."""
+    product would use instructions of the whole warp group, and the compiler would then make the frozen
+    product wait after each of its own such instructions."""
     M: tl.constexpr = s_MR.shape[0]
     R: tl.constexpr = s_MR.shape[1]
     H: tl.constexpr = weight_RH.shape[1]
@@ -102,8 +102,9 @@ def own_rank_product(
     HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the product of s = xAᵀ (or its gradient) and a job's B (or A), as `low_rank_product` does, for a
-    job with at most OWN_RANKS ranks in the part (band of ranks of one linear)."""
+    """Return the product of s = xAᵀ (or its gradient) and a job's B (or A), with the result of
+    `low_rank_product`, for a job with at most OWN_RANKS ranks in the part (band of ranks of one linear). Only
+    OWN_RANKS ranks are multiplied."""
     r_R = tl.arange(0, OWN_RANKS)
     weight_RH = tl.load(
         weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
@@ -150,8 +151,8 @@ def low_rank_product(
     PRECISION: tl.constexpr,
 ):
     """Return the product of s = xAᵀ and a job's B (MATRIX 1), or of the gradient of s and A (MATRIX 0), in
-    one part, which the caller adds to the job's own rows. The result in other rows is undefined. Small ranks
-    have a separate code path if other jobs have much larger ones."""
+    one part (a band of ranks of one linear). The caller adds it to the job's own rows; in other rows the
+    result is undefined. Small ranks have a separate code path if other jobs have much larger ones."""
     weight = matrix_pointer(address, part * S + slot, MATRIX, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
         added_MH = own_rank_product(
@@ -178,7 +179,8 @@ def add_residual_and_bias(y_MH, residual, bias, n_H, row, column, N):
 
 @triton.jit
 def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
-    """Return whether one of the runs (ranges of rows of one job) belongs to a job that scales outputs."""
+    """Return whether any of the runs from `first` to `end` − 1 (ranges of rows of one job) belongs to a job
+    that scales outputs."""
     some = False
     turn = first
     while turn < end:
@@ -191,8 +193,9 @@ def has_scaled_outputs(runs, first, end, scales, part, S: tl.constexpr):
 def scale_runs(
     y_MH, runs, first, end, bias, scales, scales_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
 ):
-    """Return y with the rows of every run multiplied by the scales g of the run's job. For a job that also
-    scales the bias, bias · (g − 1) is added, because the bias itself is added later."""
+    """Return y with the rows of every run (range of rows of one job) multiplied by the scales g of the run's
+    job. For a job that also scales the bias, bias · (g − 1) is added, because the bias itself is added
+    later."""
     turn = first
     while turn < end:
         run = runs + turn * 3
@@ -251,17 +254,16 @@ def product(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute target [T, N] = lhs [T, K] · rhs + residual + bias + the adapters' products.
+    """Compute target [T, N] = lhs [T, K] · rhs + residual + bias + the adapters' products. If jobs scale
+    their outputs, the values before scaling, residual and bias are written to `unscaled`; blocks without rows
+    of such jobs are left unchanged.
 
-    If jobs scale their outputs, the values before scaling, residual and bias are written to `unscaled`;
-    blocks without rows of such jobs are left unchanged.
-
-    Forward: the adapters add sB, with s = factor · drop(x)Aᵀ, of the site that the columns belong to.
-    Backward: the adapters add ds · A (ds is the gradient of xAᵀ), with dropout masks applied, of all sites.
-    `target` holds the products of large slots when the kernel starts. `rhs` is stored as [K, N], or as [N, K]
-    if TRANSPOSED. With 8-bit operands the sum is multiplied by their scales. PRODUCTS_PER_SUM is the number
-    of 8-bit products that a tensor core may sum by itself (None means all); it keeps only some 14 bits of
-    such a sum.
+    Forward: the adapters add sB, with s = factor · drop(x)Aᵀ, of the linear that the columns belong to.
+    Backward: the adapters add ds · A (ds is the gradient of xAᵀ), with dropout masks applied, of all linears.
+    When the kernel starts, `target` holds the products of jobs with large ranks. `rhs` is stored as [K, N],
+    or as [N, K] if TRANSPOSED. With 8-bit operands the sum is multiplied by their scales. PRODUCTS_PER_SUM is
+    the number of 8-bit products that a tensor core may sum by itself (None means all); a tensor core keeps
+    only some 14 bits of such a sum.
     """
     H: tl.constexpr = C // 2
     SITES: tl.constexpr = P // BANDS

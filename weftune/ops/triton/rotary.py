@@ -1,5 +1,5 @@
-"""Kernels that split queries, keys and values and rotate the first two, and that rotate the gradients back.
-If heads of queries and keys have a norm, it is applied before the rotation.
+"""Kernels that split queries, keys and values and rotate queries and keys, and kernels that rotate the
+gradients back. If heads of queries and keys have a norm, it is applied before the rotation.
 
 A program processes some heads of one row. These may be queries, keys and values at once: every tile is stored
 to all three outputs, each with its own mask, so the code does not depend on which heads the program has.
@@ -16,7 +16,8 @@ import triton.language as tl
 
 @triton.jit
 def load_angles(cos_at_B: tl.tensor, sin_at_B: tl.tensor, inside_B: tl.tensor, HALF: tl.constexpr) -> tuple:
-    """Load the cosines and sines of the near half of the rotary width, then those of the far half."""
+    """Load the cosines and sines of the near (first) half of the rotary width, then those of the far (second)
+    half."""
     near_cos_B = tl.load(cos_at_B, mask=inside_B, other=0.0).to(tl.float32)
     near_sin_B = tl.load(sin_at_B, mask=inside_B, other=0.0).to(tl.float32)
     far_cos_B = tl.load(cos_at_B + HALF, mask=inside_B, other=0.0).to(tl.float32)
@@ -38,7 +39,7 @@ def store_parts(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Write every head of a tile to its output: queries, keys or values."""
+    """Write every head of a tile to the output that it belongs to: queries, keys or values."""
     values_CB = values_CB.to(q.dtype.element_ty)
     q_CB = (head_C < HEADS)[:, None] & inside_B[None, :]
     q_at_CB = (row * HEADS + head_C)[:, None] * WIDTH + column_B[None, :]
@@ -91,8 +92,8 @@ def load_parts(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return every head of a tile, loaded from queries, keys or values. Heads whose tensor is None are
-    zero."""
+    """Return every head of a tile, loaded from queries, keys or values. If one of these tensors is None, its
+    heads are zero."""
     k_C = head_C - HEADS
     v_C = k_C - GROUPS
     values_CB = tl.zeros((CHUNK, BLOCK), dtype=tl.float32)
@@ -115,7 +116,8 @@ def load_weights(
     offset: tl.tensor,
     HEADS: tl.constexpr,
 ) -> tl.tensor:
-    """Load the norm's weights for every head of a tile. Heads of values, without a norm, ignore them."""
+    """Load the norm's weights for every head of a tile. Heads of values have no norm; the weights loaded for
+    them are not used."""
     q_B = tl.load(q_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     k_B = tl.load(k_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
     return tl.where((head_C < HEADS)[:, None], q_B[None, :], k_B[None, :])
@@ -214,9 +216,10 @@ def rotary_backward(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ) -> None:
-    """Rotate the gradients back. If the heads have a norm, also compute the gradient of its input x (a part
-    of `qkv`): dx = rstd · (w · dn − x · rstd² · mean(w · dn · x)), where w is the norm's weight, dn the
-    gradient of its output and rstd the inverse root of the mean square of x."""
+    """Rotate the gradients of queries and keys back, and write them with the gradient of values to `dqkv`. If
+    the heads have a norm, also compute the gradient of its input x (a part of `qkv`): dx = rstd · (w · dn − x
+    · rstd² · mean(w · dn · x)), where w is the norm's weight, dn the gradient of its output and rstd the
+    inverse root of the mean square of x."""
     CHUNKS: tl.constexpr = (HEADS + 2 * GROUPS + CHUNK - 1) // CHUNK
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     head_C = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)

@@ -15,7 +15,8 @@ from weftune.ops.triton.slots import STRIDE, hash_bits
 LOWEST = tl.constexpr(-40.0)
 """Difference from the largest score below which a token's probability is negligible in float32."""
 ROUNDS = tl.constexpr(9)
-"""Number of rounds of the search for a threshold. Each divides the interval by 8, in the end to 3e-7."""
+"""Number of rounds of the search for a threshold. Each round divides the interval by 8, so that its width is
+3e-7 in the end."""
 H = tl.constexpr(8)
 
 
@@ -32,12 +33,10 @@ def sample_row(
     B,
     C: tl.constexpr,
 ):
-    """Choose the token of a row by its scores, and compute its log-probability by the logits.
-
-    `settings` has for each row a temperature (0 is greedy), top-p and a key of random numbers. The tokens of
-    top-p are those above a threshold, which a search finds without sorting. Equally probable tokens are all
-    kept or all dropped.
-    """
+    """Choose the token of a row by its scores, and compute its log-probability by the logits. `settings` has
+    for each row a temperature (0 is greedy), top-p and a key of random numbers. Top-p keeps the tokens above
+    a threshold, which is found by a search without sorting. Equally probable tokens are all kept or all
+    dropped."""
     row = tl.program_id(0)
     temperature = tl.load(settings + row).to(tl.float32, bitcast=True)
     top_p = tl.load(settings + B + row).to(tl.float32, bitcast=True)
@@ -89,9 +88,9 @@ def sample_row(
 
 @triton.jit
 def top_p_threshold(score_row, divisor, max_score, target_sum, V, C: tl.constexpr):
-    """Return a threshold, as a difference from the largest score. The tokens above it are the smallest set of
-    most probable tokens whose sum of exponentials reaches `target_sum`; tokens as probable as the last of
-    them are included."""
+    """Return the threshold of top-p sampling, as a difference from the largest score. The tokens above it are
+    the smallest set of most probable tokens whose sum of exponentials reaches `target_sum`; tokens as
+    probable as the last of them are included."""
     v_C, h_H = tl.arange(0, C), tl.arange(0, H)
     low, width = LOWEST, -LOWEST
     for _ in range(ROUNDS):

@@ -18,8 +18,8 @@ from weftune.ops.triton.slots import column_block
 
 @triton.jit
 def scale_at(address, entry, column_C, inside_C, TYPE: tl.constexpr):
-    """Return the scales g of a job that has them: its trained vector, multiplied by DoRA's factor if it has
-    one."""
+    """Return the scales g of a job in the columns `column_C`: its trained vector, multiplied by DoRA's factor
+    if the job uses DoRA."""
     value = tl.load(address + entry * 3).to(tl.pointer_type(TYPE))
     g_C = tl.load(value + column_C, mask=inside_C, other=0.0).to(tl.float32)
     return g_C * inverse_at(address, entry, column_C, inside_C)
@@ -45,7 +45,8 @@ def scale(
     x, out, tiles, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = x ⊙ g, where g are the scales of the tile's job. x is copied if the job has no scales."""
+    """Compute out = x ⊙ g for a tile of rows, where g are the scales of the tile's job. x is copied if the
+    job has no scales."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -72,8 +73,8 @@ def unscale(
     IN_PLACE: tl.constexpr, COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute du = dy ⊙ g for a piece (range of a job's rows), the gradient of the unscaled values u, or copy
-    dy if the job has no scales g. If IN_PLACE, du is dy. The piece's part of the gradient of the trained
+    """Compute du = dy ⊙ g, the gradient of the unscaled values u, for a piece (range of a job's rows), or
+    copy dy if the job has no scales g. If IN_PLACE, du is dy. The piece's part of the gradient of the trained
     vector, Σ dy · u · inverse (DoRA's factor), is added to the accumulator if the job has no other piece, and
     written to `partial_sums` otherwise."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
@@ -125,8 +126,8 @@ def add_shares(
     partial_sums, sums, address, N,
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial gradients of jobs with several pieces (ranges of rows) from `partial_sums` to the
-    accumulators."""
+    """Add the partial gradients of jobs with several pieces (ranges of rows) from `partial_sums` to the jobs'
+    gradient accumulators."""
     site, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
     which = tl.program_id(1)
     slot = tl.load(sums + which * 3)
@@ -144,8 +145,8 @@ def add_shares(
 
 @triton.jit
 def nth_slots(scales, site, nth_Z, S: tl.constexpr):
-    """Return the n-th slot (table index of a job) among those with DoRA's factor, or −1 if there are
-    fewer."""
+    """Return, for each element n of `nth_Z`, the n-th slot (table index of a job) among the slots with DoRA's
+    factor, or −1 if there are fewer."""
     slot_S = tl.arange(0, S)
     asks_S = tl.load(scales + (site * S + slot_S) * 3 + 2) != 0
     number_S = tl.cumsum(asks_S.to(tl.int32), axis=0) - 1
@@ -159,13 +160,13 @@ def row_lengths(
     COLUMNS: tl.constexpr, S: tl.constexpr, P: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute DoRA's factor 1 / ‖W + scale · BA‖ of M rows of W, for G of the slots that use DoRA: W is read
-    once for all of these.
+    """Compute DoRA's factor 1 / ‖W + scale · BA‖ of M rows of W, for G of the slots (table indices of jobs)
+    that use DoRA: W is read once for all of these. The squared norm follows from products of rank R: ‖w‖² + 2
+    scale w·(BA) + scale² ‖BA‖².
 
-    The squared norm follows from products of rank R: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖². The ranks of the
-    slots are stacked. Products of two different slots are removed by selection. In these products, non-finite
-    values of B are set to zero, so that they cannot reach another slot. The elementwise product with B that
-    follows makes the result of their own slot non-finite.
+    The ranks of the slots are stacked. Products of two different slots are removed by selection. In these
+    products, non-finite values of B are set to zero, so that they cannot reach another slot. The elementwise
+    product with B that follows makes the result of their own slot non-finite.
     """
     Z: tl.constexpr = G * R
     site, low, high, origin = column_block(tl.program_id(1), COLUMNS, P, M)

@@ -60,8 +60,9 @@ def down_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does, for a job with at most OWN_RANKS ranks in
-    each part (band of ranks of one linear). Only OWN_RANKS ranks are multiplied and written."""
+    """Compute s = factor · drop(x)Aᵀ for a tile (range of rows) of a job with at most OWN_RANKS ranks in each
+    part (band of ranks of one linear). This is a case of the kernel `down`, in which only OWN_RANKS ranks are
+    multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * PARTS
     row_M = start + tl.arange(0, M)
@@ -145,8 +146,8 @@ def down_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a tile of s = factor · drop(x)Aᵀ, as `down` does. Jobs of small rank have a separate code path
-    if the ranks of other jobs are much larger."""
+    """Compute s = factor · drop(x)Aᵀ for a tile (range of rows) of one job, as a part of the kernel `down`.
+    Jobs of small rank have a separate code path if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         down_of_tile(
             x, s, partial_sums, key, token_index, address, factor, rank, threshold, crc, is_evaluation,
@@ -239,7 +240,7 @@ def sum_rows(
     SHARES: tl.constexpr,
 ):
     """Compute s = factor · drop(x)Aᵀ, or its gradient ds, from partial sums without the factor. The partial
-    sums sums of part p have the indices SHARES[p] to SHARES[p + 1] − 1."""
+    sums of part p (a band of ranks of one linear) have the indices SHARES[p] to SHARES[p + 1] − 1."""
     tile = tl.program_id(0)
     start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
     stop = tl.load(tiles + tile * 3 + 1)
@@ -299,10 +300,9 @@ def up(
     """Compute y = g ⊙ (frozen + sB) + bias + residual in the columns of one site (an adapted linear), rounded
     once, with s = factor · drop(x)Aᵀ and the job's output scales g. u is frozen + sB, before scaling.
 
-    `frozen` has the W columns of xWᵀ from column `begin` of y on, which is where block `first` begins. It
-    should be float32, and may be y itself. If it has scales, it is multiplied by them first. Small terms are
-    added first: the last digit of a residual can be larger than the whole output of a newly initialised
-    adapter.
+    `frozen` has W columns of xWᵀ, which begin at column `begin` of y, where block `first` begins. It should
+    be float32, and may be y itself. If it has scales, it is multiplied by them first. Small terms are added
+    first: the last digit of a residual can be larger than the whole output of a newly initialised adapter.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)

@@ -1,6 +1,6 @@
 """Backward kernels of the tiled LoRA route. There are no atomics: each piece (a range of the rows of one
 slot) belongs to one program, and a slot's pieces are added in order. A slot is the table index of a job.
-Values outside a program's rows, rank or width are loaded as zero, as in the forward.
+Values outside a program's rows, rank or width are loaded as zero, so no sum can include another job's NaN.
 
 Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
 (`ops.lora.table`) up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of
@@ -54,8 +54,9 @@ def ds_db_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dB and ds (the gradient of xAᵀ) for a piece (range of a job's rows), as `ds_db` does, for a job
-    with at most OWN_RANKS ranks. Only OWN_RANKS ranks are multiplied; tensors keep the layout for R ranks."""
+    """Compute dB and ds (the gradient of xAᵀ) for a piece (range of rows) of a job with at most OWN_RANKS
+    ranks. This is a case of the kernel `ds_db`, in which only OWN_RANKS ranks are multiplied; tensors keep
+    the layout for R ranks."""
     piece = tl.program_id(1)
     band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
     site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
@@ -125,8 +126,8 @@ def ds_db(
 
     dB is accumulated transposed, columns by ranks, so that the tensor cores can read both products from the
     same copy of dy in shared memory for any rank. Small ranks have a separate code path if other jobs have
-    larger ones; it needs no more registers or shared memory. Programs of the bands of the same columns are
-    adjacent: the second finds dy in the cache.
+    larger ones; it needs no more registers or shared memory. Programs of the bands (ranges of ranks) of the
+    same columns are adjacent: the second finds dy in the cache.
     """
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
@@ -174,8 +175,8 @@ def ds_of_tile(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute ds = factor · dyBᵀ for a tile of rows, as `ds_alone` does, for a job with at most OWN_RANKS
-    ranks. Only OWN_RANKS ranks are multiplied and written."""
+    """Compute ds = factor · dyBᵀ for a tile (range of rows) of a job with at most OWN_RANKS ranks. This is a
+    case of the kernel `ds_alone`, in which only OWN_RANKS ranks are multiplied and written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
     row_M = (start + tl.arange(0, M)).to(tl.int64)
@@ -293,8 +294,8 @@ def da_of_piece(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA for a piece (range of a job's rows), as `da` does, for a job with at most OWN_RANKS ranks in
-    each part (band of ranks of one linear). Only OWN_RANKS ranks are multiplied."""
+    """Compute dA for a piece (range of rows) of a job with at most OWN_RANKS ranks in each part (band of
+    ranks of one linear). This is a case of the kernel `da`, in which only OWN_RANKS ranks are multiplied."""
     piece = tl.program_id(1)
     first = tl.program_id(2) * PARTS
     start = tl.load(pieces + piece * 4)
@@ -374,8 +375,8 @@ def da_by_ranks(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dA for a piece (range of a job's rows), as `da` does. Jobs of small rank have a separate code
-    path if the ranks of other jobs are much larger."""
+    """Compute dA for a piece (range of rows) of one job, as a part of the kernel `da`. Jobs of small rank
+    have a separate code path if the ranks of other jobs are much larger."""
     if R > 32 and max_ranks <= 16:
         da_of_piece(
             x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
@@ -496,12 +497,9 @@ def add_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dx = frozen + Σ over all sites (adapted linears) of ds · A with dropout masks applied, rounded
-    once. ds is the gradient of xAᵀ.
-
-    `frozen` has the W columns of dyW from column `begin` of dx on. It should be float32, and may be dx
-    itself. If it has scales, its rows are multiplied by them.
-    """
+    """Compute dx = frozen + Σ ds · A over all linears of the group, with dropout masks applied, rounded once.
+    ds is the gradient of xAᵀ. `frozen` has W columns of dyW, which begin at column `begin` of dx. It should
+    be float32, and may be dx itself. If it has scales, its rows are multiplied by them."""
     SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -566,7 +564,7 @@ def add_gradients(
     ALIGNMENT: tl.constexpr,
 ):
     """Add the partial sums of dA and dB of a job's pieces (ranges of its rows), in order, to the job's
-    accumulators. The kernel is launched for jobs with several pieces."""
+    gradient accumulators. Only jobs with several pieces need this."""
     slot = tl.load(sums + tl.program_id(1) * 3)
     first = tl.load(sums + tl.program_id(1) * 3 + 1)
     end = tl.load(sums + tl.program_id(1) * 3 + 2)

@@ -1,4 +1,4 @@
-"""Measurements for plans of a streamed base: the bandwidths of host memory, files and device memory, and the
+"""Measurements for planning a streamed base: the bandwidths of host memory, files and device memory, and the
 speed of matrix products on the device."""
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ SAMPLE_BYTES = 256 << 20
 MATRIX_SIDE = 8192
 """Number of rows and columns of the matrices whose product is measured."""
 LAYER_EFFICIENCY = 0.85
-"""Ratio of the speed of whole layers' forward passes to that of a plain matrix product."""
+"""Ratio of the speed of a whole layer's forward pass to the speed of a plain matrix product. Both speeds are
+in floating-point operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
     bandwidth: float
-    """Bytes per second from host to device."""
+    """Bandwidth in bytes per second of copies from host to device."""
     duplex_bandwidth: float
-    """Bytes per second from host to device while as many bytes are copied back."""
+    """Bandwidth in bytes per second of copies from host to device while as many bytes are copied back."""
     flops: float
-    """Floating-point operations per second of forward passes."""
+    """Speed of forward passes in floating-point operations per second."""
     memory_bandwidth: float = math.inf
-    """Bytes per second that the device reads from and writes to its own memory."""
+    """Bandwidth in bytes per second with which the device reads and writes its own memory."""
 
 
 EMULATED_LINK = HostLink(EMULATED_BANDWIDTH, EMULATED_BANDWIDTH, EMULATED_FLOPS)
@@ -53,8 +54,8 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 def measure_file_bandwidth(files: Sequence[MappedFile]) -> float:
     """Return the bandwidth, in bytes per second, with which a sample of these files is read in chunks, as in
-    a run. The sample is first dropped from the page cache, because weights stay in files only if memory is
-    too small for them. If the system keeps the sample in the cache anyway, it also does so in a run."""
+    a run. The sample is first dropped from the page cache, because weights stay in files only if host memory
+    is too small for them. If the system keeps the sample cached anyway, it would also do so in a run."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:
@@ -109,7 +110,7 @@ def _measure_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest_seconds(device: torch.device, function: Callable[[], object], repeats: int = 4) -> float:
-    """Return the shortest time of `repeats` calls of the function, in seconds."""
+    """Call the function `repeats` times, and return the shortest time of a call in seconds."""
     found = []
     for _ in range(repeats):
         watch = Stopwatch(device)

@@ -1,4 +1,4 @@
-"""Measurement of device memory in bytes: the budget of a run, the current use, and the peak."""
+"""Measurement of a device's memory in bytes: how much a run may use, how much is in use, and the peak."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ CPU_FRACTION = 0.85
 GPU_FRACTION = 0.92
 """Fraction of the free memory that a run may use. The rest is for the allocator and other processes."""
 CONTEXT_BYTES = 1 << 30
-"""Maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's allocator."""
+"""Assumed maximum size in bytes of the GPU memory that CUDA and its libraries use outside torch's
+allocator."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""Substrings of the plain RuntimeError that torch raises for a memory shortage on a CPU: with malloc, and
-with mimalloc, as on ARM."""
+"""Substrings of the RuntimeError that torch raises if memory is short on a CPU. The first occurs with the
+allocator malloc, the second with mimalloc, which torch uses on ARM."""
 
 
 def bytes_before_base(device: torch.device) -> int:
@@ -36,8 +37,8 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def budget_bytes(device: torch.device) -> int:
-    """Return the total size in bytes of the memory that a run may use on this device, including what it
-    already holds."""
+    """Return the total size in bytes of the memory that a run may use on this device, including the memory
+    that this process already holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_FRACTION)
@@ -45,8 +46,8 @@ def budget_bytes(device: torch.device) -> int:
 
 
 def fixed_budget_bytes(device: torch.device) -> int:
-    """Return the size in bytes of the memory that a run may use if its plan must not depend on how much
-    memory is free now."""
+    """Return the size in bytes of the memory that a run may use on this device, computed without regard to
+    how much memory is free now."""
     if device.type == "cuda":
         return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_FRACTION)
     return int(psutil.virtual_memory().total * CPU_FRACTION)
@@ -61,7 +62,7 @@ def set_memory_limit(device: torch.device, max_bytes: int | None) -> None:
 
 def reset_peak(device: torch.device) -> bool:
     """Reset the peak that `peak_bytes` reports, and return whether that was possible. It is not possible on a
-    GPU, where the memory of a captured pass is counted only once, when it is captured."""
+    GPU: there, the memory of a pass captured as a CUDA graph is counted only when it is captured."""
     if device.type == "cuda":
         return False
     try:
@@ -80,7 +81,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return memory that is cached but not in use to the device or, on a CPU, to the system."""
+    """Release memory that is cached but not in use: on a GPU to the device, on a CPU to the operating
+    system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
@@ -89,8 +91,8 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or an earlier error that it replaced at the end of a graph capture, is a
-    memory shortage."""
+    """Return whether an error is a memory shortage, or has replaced a memory shortage that occurred during
+    the capture of a CUDA graph."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -108,8 +110,8 @@ def visible_gpus(device: str | None) -> int:
 
 def requested_devices(count: int | None, kind: str | None, workers: int = 1) -> tuple[str, ...]:
     """Return the first device of each share that `--gpus COUNT` requests. A share is a group of processes
-    that trains a part of the jobs on `workers` devices. None means as many shares as possible. With `--device
-    cpu`, all processes are on the CPU."""
+    that trains a part of the jobs on `workers` devices. If `count` is None, as many shares as possible are
+    formed. With `--device cpu`, all processes are on the CPU."""
     text = "all" if count is None else str(count)
     if kind == "cpu":
         if count is None:

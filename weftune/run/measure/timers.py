@@ -14,15 +14,16 @@ Moment = float | torch.cuda.Event
 
 
 def recorded_event() -> torch.cuda.Event:
-    """Return an event that records the time when the current stream reaches this point."""
+    """Return a CUDA event that records the time at which the current stream has done all work launched so
+    far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class DeviceClock:
-    """A clock that converts points in time on a device to seconds of the machine's clock, by which the
-    actions of several workers can be compared."""
+    """A clock that converts points in time on a device to seconds of the machine's clock, so that the actions
+    of several workers can be compared."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -44,17 +45,18 @@ class DeviceClock:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """The time between two points in time on a device."""
+    """A span of time on a device, between two points in time."""
 
     start: Moment
     stop: Moment
 
     def is_over(self) -> bool:
-        """Return whether the device has passed the end of the span."""
+        """Return whether the device has reached the end of the span."""
         return isinstance(self.stop, float) or self.stop.query()
 
     def seconds(self) -> float:
-        """Return the duration in seconds. Waits until the device has passed the end of the span."""
+        """Return the duration of the span in seconds. Waits until the device has reached the end of the
+        span."""
         if isinstance(self.start, float) and isinstance(self.stop, float):
             return self.stop - self.start
         assert not isinstance(self.start, float), "both moments are of one clock"
@@ -64,25 +66,27 @@ class DeviceSpan:
 
 
 class ActionTimer:
-    """A timer of actions that run one after another on a device."""
+    """A timer of the actions of a Program, which run one after another on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_asynchronous = device.type == "cuda"
-        """Whether the device works asynchronously, so that durations are known only later."""
+        """Whether the device runs behind the host, as a GPU does, so that durations are known only later."""
         self._clock = DeviceClock(device)
         self._began = self._clock.mark()
 
     def begin_window(self) -> None:
-        """Restart the clock for a new window. A GPU's clock drifts from that of the machine."""
+        """Restart the clock for a new window (the run of one Program), since a GPU's clock drifts from the
+        machine's clock."""
         self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
-        """Start timing an action. A second call restarts the time, to exclude waits for other workers."""
+        """Start timing an action. A second call restarts the timing, so that waits for other workers are not
+        counted."""
         self._began = self._clock.mark()
 
     def await_start(self) -> None:
-        """Wait until the device has begun the action, after all earlier work."""
+        """Block until the device has finished all work launched before the current action."""
         if not isinstance(self._began, float):
             self._began.synchronize()
 
@@ -90,14 +94,14 @@ class ActionTimer:
         return DeviceSpan(self._began, self._clock.mark())
 
     def machine_times(self, span: DeviceSpan) -> tuple[float, float]:
-        """Return start and end of an action in seconds of the machine's clock. This is valid only in the
-        window of the action."""
+        """Return start and end of an action in seconds of the machine's clock. The result is valid only until
+        the next call of `begin_window`."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 
 class Stopwatch:
-    """A timer of the seconds between marks on a device. On a GPU they are known only once the device has
-    passed the marks."""
+    """A timer of the seconds between marks (recorded points in time) on a device. On a GPU the seconds are
+    known only once the device has reached the marks."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -112,7 +116,8 @@ class Stopwatch:
             self._times.append(time.perf_counter())
 
     def seconds_between_marks(self) -> list[float]:
-        """Return the seconds from each mark to the next. Waits until the device has passed the last mark."""
+        """Return the seconds from each mark (recorded point in time) to the next. Waits until the device has
+        reached the last mark."""
         if self._on_gpu:
             self._events[-1].synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
@@ -121,24 +126,27 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class WaitTime:
-    """The time that the device waited for data from the host: for streamed stages, and for the optimizer
-    state of steps."""
+    """The total time that the device has waited for data from the host: for the weights of streamed stages,
+    and for the optimizer state that optimizer steps need."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
-    """Number of bytes copied from the host to the device."""
+    """Number of bytes that have been copied from the host to the device."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """Pairs of CUDA events: when the device was ready for a copy, and when the copy arrived."""
+    """Pairs of CUDA events of waits that may not have ended: when the device was ready for a copy, and when
+    the copy arrived."""
 
     def record_wait(self, ready_event: torch.cuda.Event, arrived_event: torch.cuda.Event) -> None:
-        """Record a wait, the time between two CUDA events that the device may not have reached yet. Waits
-        that have ended are added to `seconds`, so that events do not accumulate in a long run."""
+        """Record a wait of the device, which lasts from the first CUDA event to the second. Waits that have
+        ended are added to `seconds` and their events dropped, so that events do not accumulate in a long
+        run."""
         while self.marks and all(mark.query() for mark in self.marks[0]):
             self._add_wait(*self.marks.pop(0))
         self.marks.append((ready_event, arrived_event))
 
     def total_seconds(self) -> float:
-        """Return the total seconds waited. Waits until the device has passed all marks."""
+        """Return the total seconds that the device has waited. Blocks until the device has reached all
+        recorded events."""
         for ready, arrived in self.marks:
             arrived.synchronize()
             ready.synchronize()

@@ -1,4 +1,5 @@
-"""A base model with the adapters of all attached jobs, which all parts of an executor share."""
+"""A base model with the adapters of all attached jobs. It is shared by all parts of an executor, such as its
+passes and its adapter state."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from weftune.run.passes.layers import Layers
 
 
 class AdaptedBase:
-    """One worker's part of a base, with the adapters of all attached jobs on it."""
+    """One worker's part of a base, together with the adapters of all attached jobs."""
 
     def __init__(
         self,
@@ -31,9 +32,10 @@ class AdaptedBase:
         fuses_layers: bool | None = None,
         team: ShardTeam | None = None,
     ) -> None:
-        """Add banks for adapters to the base, and fuse its layers if requested. `fuses_layers` says whether
-        the layers of known model families run as fused ops. None fuses them on the tiled route, where kernels
-        make that faster. `team` are the workers that divide every layer into shards, or None."""
+        """Add banks (the parameters of all adapters at a linear layer) to the base, and fuse its layers if
+        requested. `fuses_layers` says whether the layers of known model families run as fused ops; None fuses
+        them if the tiled kernels are used, with which fused layers are faster. `team` describes the workers
+        among which every layer is divided into shards; None if layers are not divided."""
         self.base, self.team = base, team
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
@@ -62,7 +64,7 @@ class AdaptedBase:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the base's layers run as fused ops."""
+        """Whether the base's layers run as fused ops instead of transformers' own forward."""
         return self.layers is not None and bool(self.layers.modules)
 
     @property
@@ -79,8 +81,8 @@ class AdaptedBase:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the context on a separate CUDA stream, as captured passes require. The stream waits for the
-        current stream on entry, and the current stream waits for it on exit."""
+        """Return a context in which work is launched on a separate CUDA stream, as captured passes require.
+        The stream waits for the current stream on entry, and the current stream waits for it on exit."""
         if self.stream is None:
             yield
             return
@@ -105,5 +107,6 @@ def _write_by_kernel(weight_format: WeightFormat, parts: Mapping[str, Tensor], o
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
     """Return the route (implementation of adapters) for the device: the tiled kernels if they run there,
-    otherwise the segmented route in plain torch. With either, a NaN in one job does not reach other jobs."""
+    otherwise the route in plain torch that computes each job's rows separately. With both, a NaN in one job
+    does not reach other jobs."""
     return Route.tiled if device.type == "cuda" and kernels_available_on(device, dtype) else Route.segmented

@@ -1,8 +1,9 @@
 """Keys of CUDA graphs, and the graphs' input tensors, whose addresses never change.
 
 The rows of a job are gathered by index if the tiled kernels do not support its adapter. For every such job a
-graph reserves a number of rows and, if the adapter has prefix keys, a number of samples. These sizes belong
-to the graph's key; the positions of the rows are values of input tensors.
+graph reserves a number of rows and, if the adapter adds prefix keys (trained attention keys before every
+sample), a number of samples. These sizes belong to the graph's key; the positions of the rows are values of
+input tensors.
 
 Shapes: T rows, B boundaries of samples, R reserved rows, Z rows of samples that are copied together with
 their prefix keys.
@@ -30,28 +31,30 @@ from weftune.run.passes.rows import MIN_BUCKET, DeviceMicrobatch, Membership, bu
 @dataclass(frozen=True, slots=True)
 class GatheredJob:
     """The numbers of rows and samples that a CUDA graph reserves for one job whose rows are gathered by
-    index."""
+    index, because the tiled kernels do not support its adapter."""
 
     job: str
     serial: int
-    """Serial number of the job's attachment to the base. The graph reads memory that was allocated when the
-    job was attached."""
+    """Serial number of the job's attachment to the base. It distinguishes attachments, because the graph
+    reads memory that was allocated when the job was attached."""
     rows: int
     prefix_keys: int = 0
-    """Number of attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for other
-    adapters."""
+    """Number of trained attention keys that the job's adapter (prefix tuning) puts before every sample. 0 for
+    other adapters."""
     samples: int = 0
-    """Number of samples for which prefix keys are reserved. 0 if the adapter has no prefix keys."""
+    """Number of samples for which prefix keys (trained attention keys) are reserved. 0 if the adapter has no
+    prefix keys."""
 
     @property
     def rows_with_prefixes(self) -> int:
-        """Number of reserved rows, with the prefix keys counted as rows."""
+        """Number of reserved rows, including one row for every reserved prefix key."""
         return self.rows + self.prefix_keys * self.samples
 
 
 def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ...]:
-    """Return the jobs of the microbatch whose rows are gathered by index, with the sizes to reserve for them,
-    in the order in which the jobs were attached."""
+    """Return the jobs of the microbatch whose rows are gathered by index, because the tiled kernels do not
+    support their adapters. Each has the sizes to reserve for it, and they are in the order in which the jobs
+    were attached."""
     found = []
     for segment, attached in banks.gathered_segments(microbatch):
         rows = bucket(segment.stop - segment.start, MIN_BUCKET)
@@ -61,21 +64,23 @@ def gathered_jobs(banks: Banks, microbatch: Microbatch) -> tuple[GatheredJob, ..
 
 
 def _sample_lengths(microbatch: Microbatch, segment: Segment) -> Sequence[int]:
-    """Return the lengths of a segment's samples in tokens."""
+    """Return the lengths in tokens of the samples in a segment (the rows of one job)."""
     begins = [0, *accumulate(microbatch.sample_lengths)]
     return microbatch.sample_lengths[bisect_left(begins, segment.start) : bisect_left(begins, segment.stop)]
 
 
 class Gathering:
-    """Index tensors by which CUDA graphs select the rows of jobs. All graphs with the same key share them."""
+    """Index tensors with which a CUDA graph selects the rows of jobs whose adapters the tiled kernels do not
+    support. All graphs with the same key share them."""
 
     def __init__(
         self, jobs: Sequence[GatheredJob], max_length: int, banks: Banks, device: torch.device
     ) -> None:
-        """Allocate the tensors for microbatches whose samples are no longer than `max_length`."""
+        """Allocate the index tensors for microbatches whose samples have at most `max_length` tokens."""
         self._banks = banks
         self.segments = tuple(Segment(one.job, 0, 0, 0) for one in jobs)
-        """A segment for each job, in which only the job's name is set."""
+        """One segment (the rows of one job in a microbatch) for each gathered job. Only the job's name is set
+        in it."""
         self.gathered = {
             one.job: GatheredRows(
                 torch.zeros(one.rows, dtype=torch.int64, device=device),
@@ -107,7 +112,8 @@ class Gathering:
         )
 
     def _max_samples(self, job: GatheredJob) -> int:
-        """Return the maximum number of a job's samples, including dummy samples in unused rows."""
+        """Return the maximum number of a job's samples in a microbatch, including dummy samples that fill
+        unused rows."""
         return job.samples + -(-job.rows_with_prefixes // self._longest)
 
     def fill(self, microbatch: Microbatch) -> None:
@@ -183,7 +189,7 @@ def make_graph_key(
 
 
 class GraphInputs:
-    """The input tensors that are shared by all CUDA graphs with the same key."""
+    """The input tensors that all CUDA graphs with the same key share."""
 
     def __init__(self, banks: Banks, key: GraphKey, device: torch.device) -> None:
         self._banks = banks
@@ -207,7 +213,7 @@ class GraphInputs:
         )
 
     def fill(self, device_microbatch: DeviceMicrobatch) -> None:
-        """Copy a microbatch into the tensors, and compute the job of each row."""
+        """Copy a microbatch into the input tensors, and compute which job each row belongs to."""
         lengths = torch.tensor((0, *device_microbatch.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
@@ -218,8 +224,8 @@ class GraphInputs:
         self.gathering.fill(device_microbatch.microbatch)
 
     def copy(self, device_microbatch: DeviceMicrobatch, membership: Membership) -> None:
-        """Copy a microbatch from the device into the tensors, unless they still contain it from the previous
-        stage."""
+        """Copy a microbatch, with the assignment of its rows to jobs, into the input tensors, unless they
+        still contain it from its pass over the previous stage."""
         if self._filled_from is device_microbatch:
             return
         assert membership.rows is not None

@@ -1,12 +1,12 @@
 """CUDA graphs of passes whose forward is kept for the backward. One launch replaces thousands of kernel
 launches.
 
-A graph is captured for a stage, a key and an instance. The key consists of the number of rows, the buckets
-(rounded-up values) of the longest sample and of the number of samples (or their exact values if all samples
-are equally long), the limits of the adapter banks, and the layers that are recomputed. The attached jobs and
-the positions of their rows are values of tensors that the graph reads, so jobs can change without another
-capture. Every microbatch in flight has its own instance: the results of its forward stay in that instance's
-memory pool until its backward.
+A graph is captured for a stage, a key and an instance, the number of a memory pool. The key consists of the
+number of rows, the buckets (rounded-up values) of the longest sample and of the number of samples (or their
+exact values if all samples are equally long), the limits of the attached adapters (such as the largest rank),
+and the layers that are recomputed. The attached jobs and the positions of their rows are values of tensors
+that the graph reads, so jobs can change without another capture. Every microbatch in flight uses a separate
+instance, whose memory pool holds the results of its forward until its backward.
 
 Shapes: T rows, D hidden width.
 """
@@ -37,21 +37,22 @@ from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, StageVisit, renumber_visits
 
 MAX_GRAPHS = 128
-"""Maximum number of graphs. Beyond it, the least recently used graph is dropped."""
+"""Maximum number of CUDA graphs. Before another one is captured, the least recently used graph is dropped."""
 
 
 GraphPlace = tuple[GraphKey, int, int]
-"""Key, stage and instance of a captured graph. Microbatches that are in flight at the same time use different
-instances."""
+"""Key, stage and instance of a captured graph. The instance is the number of the memory pool that the graph
+uses; microbatches in flight at the same time use different instances."""
 
 
 class CapturedPasses:
     """Passes over stages that keep activations from forward to backward, captured as CUDA graphs where that
-    saves time. The first pass with a key runs uncaptured, so that its kernels are compiled."""
+    saves time. The first pass with a key (the sizes that a graph fixes) runs uncaptured, so that its kernels
+    are compiled."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], captures_early: bool = True) -> None:
-        """Prepare to capture passes over these stages. If `captures_early`, a pass is captured the second
-        time that its key occurs, even if that may not save time."""
+        """Prepare to capture passes over these stages. If `captures_early`, a pass is captured when its key
+        (the sizes that a graph fixes) occurs for the second time, even if that may not save time."""
         self.adapted, self.stages = adapted, stages
         self._plain = PlainPasses(adapted, stages)
         self._payback = Payback(captures_early)
@@ -63,9 +64,11 @@ class CapturedPasses:
         self._seen_keys: set[tuple[GraphKey, int]] = set()
         self._graphs: dict[GraphPlace, Graph] = {}
         self._pools: list[Any] = []
-        """Memory pools of the graphs, one for each instance."""
+        """Memory pools of the graphs. Graphs of microbatches that are in flight at the same time use
+        different pools."""
         self._replayed_graphs: dict[StageVisit, GraphPlace] = {}
-        """Maps each pass whose forward was replayed and whose backward has not run yet to its graph."""
+        """Maps each pass of a microbatch over a stage to its graph, while its forward has been replayed and
+        its backward has not."""
 
     @property
     def captures(self) -> int:
@@ -136,7 +139,7 @@ class CapturedPasses:
 
     def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
         """Give the microbatches in flight the indices that they have in the next Program: `numbers` maps each
-        old index to the new one. Each microbatch keeps its graph and its instance."""
+        old index to the new one. Each microbatch keeps its graphs."""
         self._plain.renumber_microbatches(numbers)
         self._replayed_graphs = renumber_visits(self._replayed_graphs, numbers)
         self._watched_passes = renumber_visits(self._watched_passes, numbers)
@@ -151,8 +154,8 @@ class CapturedPasses:
     def _find_or_capture(
         self, stage: int, key: GraphKey, device_microbatch: DeviceMicrobatch
     ) -> GraphPlace | None:
-        """Return the key, stage and instance of a free graph, which is captured if necessary. None if a
-        capture does not pay off."""
+        """Return the key, stage and instance (number of the memory pool) of a graph that no microbatch in
+        flight uses, and capture the graph if necessary. None if a capture does not pay off."""
         busy = set(self._replayed_graphs.values())
         taken = {instance for _, _, instance in busy}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -175,19 +178,20 @@ class CapturedPasses:
 
 
 class Graph:
-    """One captured pass of a microbatch over a stage. To run it, inputs are copied into the graph's tensors,
-    then forward and backward are replayed."""
+    """The CUDA graphs of one pass of a microbatch over a stage. For a pass, inputs are copied into fixed
+    tensors, then the graphs of forward and backward are replayed."""
 
     def __init__(
         self, base: Base, banks: Banks, key: GraphKey, pool: Any, device_microbatch: DeviceMicrobatch
     ) -> None:
-        """Capture the pass. `device_microbatch` is any microbatch that has this key."""
+        """Capture the pass. `device_microbatch` is any microbatch with the sizes in `key`."""
         self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.is_first else key.rows, base.shape.hidden)
         self._input_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._has_next_stage, self._has_previous_stage = not base.is_last, not base.is_first
-        """Whether a later stage reads the output, and whether an earlier stage computes the input."""
+        """Whether a later stage reads this stage's output, and whether an earlier stage computes this stage's
+        input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bind(feed.microbatch, Route.tiled, True, feed.rows, feed.gathering.gathered):
             if key.gathered_jobs:
@@ -196,7 +200,8 @@ class Graph:
                 input_TD = self._input_TD.detach().requires_grad_() if self._has_previous_stage else None
                 h_TD = base.hidden(feed.microbatch, feed.pack, input_TD)
             self._returns = h_TD.requires_grad
-            """Whether there is a backward. There is none at a first stage on which no job has an adapter."""
+            """Whether there is a backward to replay. False at a first stage on which no job has an
+            adapter."""
             self._dh_TD = torch.empty_like(h_TD)
             if self._returns:
                 with capture_graph(self._backward, pool, stream):
@@ -207,8 +212,8 @@ class Graph:
         self._h_TD = h_TD.detach()
 
     def _run_uncaptured(self, base: Base, device_microbatch: DeviceMicrobatch) -> None:
-        """Run the pass once uncaptured, so that kernels which gather rows are loaded before the capture. The
-        gradient is zero, so no job's gradient changes."""
+        """Run the pass once uncaptured, so that the kernels that gather rows are loaded before the capture.
+        The gradient of its output is zero, so no job's gradient changes."""
         self._inputs.fill(device_microbatch)
         input_TD = self._input_TD.detach().requires_grad_() if self._has_previous_stage else None
         h_TD = base.hidden(self._inputs.microbatch, self._inputs.pack, input_TD)
@@ -216,9 +221,9 @@ class Graph:
             h_TD.backward(torch.zeros_like(h_TD))
 
     def forward(self, device_microbatch: DeviceMicrobatch, input_TD: Tensor | None) -> Tensor:
-        """Replay the forward and return the hidden states. At the last stage they stay valid until
-        `backward`. At other stages they are a copy, which may be sent while the graph is replayed for another
-        microbatch."""
+        """Replay the forward and return the hidden states. At the last stage they are the graph's own tensor,
+        valid until `backward`. At other stages they are a copy, which may be sent while the graph is replayed
+        for another microbatch."""
         self._inputs.fill(device_microbatch)
         if input_TD is not None:
             self._input_TD.copy_(input_TD)
@@ -242,22 +247,23 @@ captured."""
 
 class Pool(Protocol):
     def capture(self, work: Work) -> Work:
-        """Capture the work and return a function that replays it. The work itself may or may not run now."""
+        """Capture the work (a function that launches kernels) and return a function that replays it. Whether
+        the work itself also runs now depends on the implementation."""
 
     def has_room(self) -> bool:
-        """Return whether there is enough free memory to run work uncaptured, which needs about as much memory
-        as the pool has."""
+        """Return whether there is enough free memory to run work without a graph. Such a run needs about as
+        much memory as the pool holds."""
 
     def clear(self) -> None:
-        """Free the memory of the pool. All of its graphs must have been dropped."""
+        """Free the memory of the pool. All graphs that use it must have been dropped."""
 
 
 @contextmanager
 def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture the kernels launched inside the context into `graph`. Other threads may use their own streams
-    meanwhile, for example to read stages from files.
+    """Return a context that captures the kernels launched in it into `graph`. Other threads may use their own
+    streams meanwhile, for example to read stages from files.
 
-    Garbage collection is disabled in the context, because freeing graphs or page-locked memory would end a
+    Garbage collection is disabled in the context, because freeing graphs or page-locked memory would abort a
     capture.
     """
     collects = gc.isenabled()
@@ -274,8 +280,8 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Str
 
 
 class GraphPool:
-    """A memory pool that all of its CUDA graphs share. Only one graph is replayed at a time, and its results
-    must be stored elsewhere before the next replay."""
+    """A memory pool shared by several CUDA graphs, of which only one is replayed at a time. Its results must
+    be copied elsewhere before the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

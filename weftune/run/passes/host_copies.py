@@ -1,4 +1,5 @@
-"""Copies of activations between the device and host memory, and a store of layers' tensors in host memory.
+"""Copies of activations between the device and host memory, and a store in host memory for the tensors that
+layers keep for their backward.
 
 Shapes: T rows of a microbatch, D width.
 """
@@ -15,7 +16,8 @@ from weftune.base.host.pinned import host_vectors
 from weftune.run.measure.timers import WaitTime, recorded_event
 
 CHUNK_BYTES = 8 << 20
-"""Maximum size in bytes of one copy to the host, so that other copies can run in between."""
+"""Maximum size in bytes of one copy to the host. Larger tensors are copied in chunks, so that other copies
+can run in between."""
 
 
 class HostCopies:
@@ -49,7 +51,8 @@ class HostCopies:
             self._copy_out_events[key] = recorded_event()
 
     def await_copy_out(self, key: Hashable) -> None:
-        """Make the compute stream wait for the tensor's copy to the host, so that it may be freed."""
+        """Make the compute stream wait for the copy of the tensor with this key to the host, so that its
+        device memory may be freed."""
         self._wait_for_copy(self._copy_out_events.pop(key, None))
 
     def copy_in(self, key: Hashable, host_TD: Tensor) -> Tensor:
@@ -66,7 +69,8 @@ class HostCopies:
         return here_TD
 
     def await_copy_in(self, key: Hashable) -> None:
-        """Make the compute stream wait until the copy from the host may be read."""
+        """Make the compute stream wait for the copy of the tensor with this key from the host, so that the
+        tensor may be read."""
         self._wait_for_copy(self._copy_in_events.pop(key, None))
 
     def finish(self) -> None:
@@ -89,27 +93,29 @@ class HostCopies:
 
 
 class HostStore:
-    """A store of layers' vectors in host memory, from the forward of a microbatch to its backward. The layers
-    are visited in order, then in reverse order, and the store serves one microbatch at a time."""
+    """A store in host memory for the vectors that decoder layers keep from the forward of a microbatch to its
+    backward. Layers store vectors in order and request them in reverse order; the store serves one microbatch
+    at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = HostCopies(device, WaitTime())
         self._host_buffers: dict[tuple[int, int], Tensor] = {}
-        """Maps (layer, number of the vector) to host memory, which later microbatches reuse."""
+        """Maps (layer, number of the vector) to allocated host memory, which is used again for later
+        microbatches."""
         self._host_values: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to the vector's values in host memory, until they are requested
         back."""
         self._outgoing_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device whose copy to the host may not be
-        complete."""
+        complete. They must not be freed yet."""
         self._incoming_vectors: dict[tuple[int, int], Tensor] = {}
         """Maps (layer, number of the vector) to vectors on the device that are being copied from the host."""
 
     def store_vector(self, layer: int, vector: Tensor) -> Callable[[], Tensor]:
-        """Start to copy a vector to the host. Return a function that copies it back and returns it on the
-        device; it may be called once. The next `free_copied` releases the vector's memory on the device;
-        until then the vector must not be changed."""
+        """Start to copy a vector to the host. Return a function that copies the vector back and returns it on
+        the device; the function may be called once. The next `free_copied` releases the vector's memory on
+        the device; until then the vector must not be changed."""
         key = layer, sum(1 for owner, _ in self._host_values if owner == layer)
         if key not in self._host_buffers or self._host_buffers[key].nbytes < vector.nbytes:
             self._host_buffers.pop(key, None)
@@ -133,19 +139,20 @@ class HostStore:
         self._outgoing_vectors.clear()
 
     def request(self, layer: int, count: int | None = None) -> None:
-        """Start to copy the stored vectors of a layer, or its first `count`, back to the device."""
+        """Start to copy the stored vectors of a layer back to the device. If `count` is given, copy only the
+        first `count` of them."""
         for key in [key for key in self._host_values if key[0] == layer][:count]:
             self.free_copied()
             self._incoming_vectors[key] = self._copies.copy_in(key, self._host_values.pop(key))
 
     def release(self) -> None:
-        """Free the host memory, which no microbatch needs any longer."""
+        """Free the host memory of the store. No microbatch may still need it."""
         assert not self._host_values, "vectors still wait on the host"
         self._copies.finish()
         self._host_buffers.clear()
 
     def forget(self) -> None:
-        """Drop the stored vectors of a microbatch whose backward will not run."""
+        """Drop the stored vectors of a microbatch whose backward will not run. The host memory is kept."""
         self._copies.finish()
         for tensors in (self._host_values, self._outgoing_vectors, self._incoming_vectors):
             tensors.clear()

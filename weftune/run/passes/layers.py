@@ -1,8 +1,8 @@
-"""Decoder layers of known families as a few fused ops, which replace transformers' own forward.
+"""Decoder layers of known model families as a few fused ops, which replace transformers' own forward. The
+differences between families are described in base/decoders.
 
-The differences between model families are described in base/decoders. Linears that share their input run as
-one product, and each residual is added by the last linear of its branch, or by the norm after it. In a
-mixture of experts everything except router and experts is fused.
+Linears that share their input run as one product, and each residual is added by the last linear of its
+branch, or by the norm after it. In a mixture of experts everything except router and experts is fused.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of linears, H query heads, G key and value
 heads, E rotary width.
@@ -36,25 +36,26 @@ from weftune.run.passes.host_copies import HostStore
 from weftune.run.passes.row_tiles import Keep, TiledParts, row_tiles, tiled_layer
 
 Linear = Callable[[Tensor, Tensor | None], Tensor]
-"""A function that takes an input x and a residual (or None), and returns the outputs of a group of linears
-plus the residual."""
+"""A function of an input x and a residual (or None) that returns the outputs of linears with this input, plus
+the residual."""
 Angle = tuple[Tensor, Tensor]
 """Cosines and sines of a rotary embedding, [T, E] each."""
 ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
-    """The decoder layers of a base of a known family, whose forwards can be replaced by fused ops. Empty for
-    other families."""
+    """The decoder layers of a base, whose forwards can be replaced by fused ops. There are none if the base
+    is not of a known model family."""
 
     def __init__(self, base: Base, team: ShardTeam | None = None) -> None:
-        """Find the layers of a base. `team` are the workers that divide every layer into shards, or None."""
+        """Find the decoder layers of a base. `team` describes the workers among which every layer is divided
+        into shards; None if layers are not divided."""
         self.sum_over_shards = None if team is None else team.sum_over_shards
         self.recompute = Recompute()
         """Layers and outputs that the backward recomputes instead of keeping them from the forward."""
         self.host = HostStore(base.device)
-        """Store in host memory for the tensors that offloaded layers keep from their forward to their
-        backward."""
+        """Store in host memory for the tensors that layers keep from their forward to their backward, if they
+        are offloaded."""
         self._base = base
         self._decoder = cast(Any, find_decoder(base.model))
         self._config: Any = base.model.config
@@ -72,15 +73,15 @@ class Layers:
         self.fused_layers: list[FusedLayer] = []
         self.final_norm: FusedNorm | None = None
         self._angles: list[Angle] | None = None
-        """List to which the layers add the angles of their rotary embedding instead of computing anything.
-        None except within `compute_inputs`."""
+        """List to which each layer appends the cosines and sines of its rotary embedding instead of computing
+        anything. None except within `compute_inputs`."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.has_experts = self._config.model_type in MIXTURES
         """Whether the layers have experts (MoE) instead of an MLP."""
         served = bool(heads) and is_kernel_supported(base.device, base.dtype, heads[0])
         self.can_capture = served and not self.has_experts and (team is None or team.is_capturable)
         """Whether passes can be captured as CUDA graphs. This requires that the host never waits for the
-        device in them."""
+        device during a pass."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -109,7 +110,7 @@ class Layers:
             rotary.forward = Angles(rotary, self._device)
 
     def _final_norm(self, norm: FusedNorm, h_1TD: Tensor) -> Tensor:
-        """Apply the model's final norm to the output of the last layer. This function replaces the forward of
+        """Apply the model's final norm to the output of the last layer. This method replaces the forward of
         the norm's module."""
         if self._angles is not None:
             return h_1TD
@@ -119,7 +120,8 @@ class Layers:
 
     def compute_inputs(self, microbatch: Microbatch, pack: Pack) -> tuple[Tensor, list[Angle]]:
         """Return the input of the first layer, and for each layer the cosines and sines of its rotary
-        embedding, as the model's own forward computes them before its layers."""
+        embedding. Both are computed by the model's own forward, in which the layers themselves are
+        skipped."""
         angles: list[Angle] = []
         self._angles = angles
         try:
@@ -128,8 +130,8 @@ class Layers:
             self._angles = None
 
     def skips_layer(self, angle: Angle) -> bool:
-        """Return whether a layer must return its input unchanged, because only the inputs of the first layer
-        are needed. If so, record the angles of its rotary embedding."""
+        """Return whether a layer must return its input unchanged, because `compute_inputs` only computes the
+        inputs of the layers. If so, append `angle` to the list that `compute_inputs` returns."""
         if self._angles is not None:
             self._angles.append(angle)
         return self._angles is not None
@@ -146,7 +148,8 @@ class Layers:
 
 
 class FusedLayer:
-    """The fused forward of one decoder layer. It has the signature of the layer's forward in transformers."""
+    """The fused forward of one decoder layer. It has the same signature as the layer's forward in
+    transformers, which it replaces."""
 
     def __init__(
         self, layers: Layers, index: int, banks: Banks, config: Any, structure: DecoderFacts
@@ -215,13 +218,13 @@ class FusedLayer:
 
     @property
     def _is_recomputed(self) -> bool:
-        """Whether the whole layer is recomputed from its input."""
+        """Whether the backward recomputes the whole layer from its input."""
         return self._index < self._layers.recompute.recomputed_layers
 
     @property
     def _recomputes_outputs(self) -> bool:
-        """Whether the backward recomputes the outputs of norms and activation functions. This excludes layers
-        that are recomputed as a whole: the functions that recompute the outputs would keep the layer's inputs
+        """Whether the backward recomputes the outputs of norms and activation functions. False for a layer
+        that is recomputed as a whole: the functions that recompute the outputs would keep the layer's inputs
         alive."""
         return self._layers.recompute.recomputes_outputs and not self._is_recomputed
 
@@ -251,8 +254,9 @@ class FusedLayer:
     def project_qkv(
         self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, recomputes: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Compute the norm, the q, k and v projections and the rotation. Return the residual, which is h
-        itself, and queries, keys and values. `recomputes` says whether the norm's output is recomputed."""
+        """Compute the norm, the q, k and v projections and the rotary embedding. Return the residual, which
+        is h itself, and queries, keys and values. `recomputes` says whether the backward recomputes the
+        norm's output."""
         h_TD, qkv_TN = self._norm_and_project(h_TD, self._before_attention, self._qkv, recomputes)
         norms = head_norms(*self._head_norms) if self._head_norms else None
         return h_TD, rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
@@ -260,8 +264,10 @@ class FusedLayer:
     def finish_layer(
         self, h_TD: Tensor, attention_THD: Tensor, recomputes: bool, graph_only: bool = False
     ) -> Tensor:
-        """Compute the rest of the layer after attention. Return its output, given the residual and the output
-        of attention. If `graph_only`, only the autograd graph is needed, and the values may be arbitrary."""
+        """Compute the rest of the layer after attention, and return the layer's output. `h_TD` is the
+        residual and `attention_THD` the output of attention. `recomputes` says whether the backward
+        recomputes the outputs of norms and activation functions. If `graph_only`, only the autograd graph is
+        needed, and the values may be arbitrary."""
         h_TD = self._add_branch(h_TD, self._o, attention_THD.flatten(1), self._after_attention)
         if self._experts is not None:
             h_TD, n_TD = self._before_mlp.norm_with_residual(h_TD)
@@ -279,14 +285,14 @@ class FusedLayer:
     # -- half layers --------------------------------------------------------------------------------------
 
     def normalise_half(self, is_feed_forward: bool, h_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual around half a layer (its attention or its feed-forward), and the normalised
+        """Return the residual around half a layer (the attention or the feed-forward), and the normalised
         input of that half."""
         norm = self._before_mlp if is_feed_forward else self._before_attention
         return norm.norm_with_residual(h_TD)
 
     def run_half(self, is_feed_forward: bool, n_TD: Tensor, angle: Angle, pack: Pack) -> Tensor:
-        """Compute the attention or the feed-forward, given its normalised input. Return this shard's part of
-        the output, which is to be summed over the shards."""
+        """Compute the attention or the feed-forward of a layer, given its normalised input. Return the output
+        of this shard (a worker's part of the layer), which is to be summed over the shards."""
         if is_feed_forward:
             return self._down(self._activation(self._gate_up(n_TD, None)), None)
         norms = head_norms(*self._head_norms) if self._head_norms else None
@@ -294,7 +300,8 @@ class FusedLayer:
         return self._o(attend_with_prefixes(*qkv, pack, self._rule, self._layer).flatten(1), None)
 
     def add_half_output(self, is_feed_forward: bool, h_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """Return the residual plus the summed output of the attention or the feed-forward."""
+        """Return the residual h plus y, the output of the attention or the feed-forward after the sum over
+        shards."""
         norm = self._after_mlp if is_feed_forward else self._after_attention
         return h_TD + y_TD if norm is None else norm.add_norm(h_TD, y_TD)
 
@@ -302,8 +309,8 @@ class FusedLayer:
         self, h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None, discards_output: bool = False
     ) -> Tensor:
         """Compute the last linear of a branch (attention or feed-forward) and, if there is one, the norm
-        after it. Return the residual plus the result. If layers are divided into shards, the linear's output
-        is summed over them, unless `discards_output` says that its values may be arbitrary."""
+        after it. Return the residual h plus the result. If layers are divided into shards, the linear's
+        output is summed over them, unless `discards_output` says that its values may be arbitrary."""
         if self._sum_over_shards is None:
             return linear(x, h_TD) if norm is None else norm.add_norm(h_TD, linear(x, None))
         y_TD = linear(x, None)
@@ -315,7 +322,8 @@ class FusedLayer:
         self, h_TD: Tensor, norm: FusedNorm, linear: Linear, recomputes: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the norm and the linears at the start of a branch (attention or feed-forward). Return the
-        residual around the branch, and the output of the linears."""
+        residual around the branch, and the output of the linears. `recomputes` says whether the backward
+        recomputes the norm's output."""
         h_TD, n_TD = norm.norm_with_residual(h_TD)
         with recompute_saved(n_TD, partial(norm, h_TD.detach()), recomputes):
             if self._sum_over_shards is not None:
@@ -325,8 +333,9 @@ class FusedLayer:
 
 @contextmanager
 def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes: bool) -> Iterator[None]:
-    """Within the context, make autograd save the function `recompute` instead of the tensor `output`, which
-    the function computes again. Do nothing if `recomputes` is False."""
+    """Return a context in which autograd saves the function `recompute` instead of the tensor `output`, and
+    calls it in the backward to compute that tensor again. If `recomputes` is False, the context has no
+    effect."""
     if not recomputes:
         yield
         return
@@ -346,7 +355,7 @@ def recompute_saved(output: Tensor, recompute: Callable[[], Tensor], recomputes:
 
 
 class FusedNorm:
-    """A norm of the base in the form that the fused ops expect."""
+    """A norm module of the base, with its weight and settings in the form that the fused ops expect."""
 
     def __init__(self, module: Any, structure: DecoderFacts) -> None:
         self._module = module
@@ -375,8 +384,9 @@ def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
 
 
 class Angles:
-    """A forward of a rotary embedding that does not read the samples' lengths from the device. This is
-    possible because its frequencies change only for samples longer than the context, which do not occur."""
+    """The replacement for the forward of a rotary embedding, which does not read the samples' lengths from
+    the device. This is possible because the frequencies change only for samples longer than the base's
+    context, which do not occur."""
 
     def __init__(self, rotary: Any, device: torch.device) -> None:
         self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)

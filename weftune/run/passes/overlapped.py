@@ -2,8 +2,8 @@
 overlap with the computation of another.
 
 A half layer is an attention or a feed-forward with its linears and their adapters. It has two autograd
-graphs, since the sums over shards are not part of any graph. The first one is equal on every shard: it adds
-the summed output of the previous half layer to the residual, and normalises the result. The second one
+graphs, since the sums over shards are not part of any graph. The first graph is equal on every shard: it adds
+the summed output of the previous half layer to the residual, and normalises the result. The second graph
 computes the half layer with the weights of this shard. Its output is summed over the shards in the forward,
 and the gradient of its input in the backward. Each sum starts immediately, and the next action of the
 microbatch waits for it.
@@ -29,7 +29,7 @@ from weftune.run.passes.rows import InFlight, Membership, StageVisit
 
 @dataclass(slots=True)
 class _StartedSum:
-    """A tensor that is being summed over the shards."""
+    """A tensor whose sum over the shards (workers that divide every layer) has been started."""
 
     values_TD: Tensor
     wait: WaitForSum
@@ -41,14 +41,15 @@ class _StartedSum:
 
 @dataclass(slots=True)
 class _Graph:
-    """An autograd graph between leaf tensors and the ends at which its backward begins."""
+    """An autograd graph between leaf tensors, its inputs, and its ends, the output nodes at which the
+    backward begins."""
 
     leaves: tuple[Tensor, ...]
     ends: tuple[GradientEdge, ...]
 
     def backward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the backward of the graph, which is then released. `gradients` are the gradients of the ends.
-        Return those of the leaves."""
+        """Run the backward of the graph, then release the graph. `gradients` are the gradients of the graph's
+        ends (outputs). Return the gradients of its leaves (inputs)."""
         torch.autograd.backward(self.ends, gradients)
         found = []
         for leaf in self.leaves:
@@ -60,23 +61,26 @@ class _Graph:
 
 @dataclass(slots=True)
 class _OpenPass:
-    """The state of a pass that has begun with its first half layer and has not ended."""
+    """The state of a microbatch's pass that has begun with its first half layer (attention or feed-forward)
+    and has not ended."""
 
     in_flight: InFlight
     membership: Membership
     embedding_end: GradientEdge | None
-    """End of the graph that computes the embeddings. None if no job trains any of them."""
+    """Output node of the autograd graph that computes the embeddings. None if no job trains an embedding."""
     angles: Sequence[Angle]
     residual_TD: Tensor
-    """Residual to which the result of `pending_sum` will be added; in the backward, the gradient of the
-    residual."""
+    """In the forward, the residual to which the result of `pending_sum` will be added. In the backward, the
+    gradient of the residual."""
     pending_sum: _StartedSum | None = None
-    """Sum over the shards that the last half layer has started. None before the first half layer."""
+    """Sum over the shards that the last half layer (attention or feed-forward) has started. None before the
+    first half layer and after the forward's end."""
     norm_graphs: list[_Graph] = field(default_factory=list)
-    """For each half layer, the graph of the residual addition and the norm. The last graph is that of the
-    final norm."""
+    """For each half layer (attention or feed-forward), the autograd graph of the residual addition and the
+    norm before it. The last graph is that of the model's final norm."""
     half_graphs: list[_Graph] = field(default_factory=list)
-    """For each half layer, the graph of its linears, from the normalised input to the output."""
+    """For each half layer (attention or feed-forward), the autograd graph from its normalised input to this
+    shard's part of its output."""
 
     def finished_sum(self) -> Tensor:
         assert self.pending_sum is not None, "a sum is under way after every half layer"
@@ -84,8 +88,9 @@ class _OpenPass:
 
 
 class OverlappedPasses:
-    """Passes that run half a layer at a time, and those of them that have begun and not ended. They are
-    neither captured as CUDA graphs nor recomputed."""
+    """The part of an executor that runs passes half a layer (an attention or a feed-forward) at a time, and
+    keeps passes that have begun and not ended. Such passes are neither captured as CUDA graphs nor
+    recomputed."""
 
     def __init__(self, adapted: AdaptedBase) -> None:
         self._adapted = adapted
@@ -93,22 +98,23 @@ class OverlappedPasses:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the layers of the base are fused and divided into shards that can start sums."""
+        """Whether passes can run half a layer at a time: the layers of the base are fused, and divided into
+        shards that can start sums without waiting for them."""
         team = self._adapted.team
         return self._adapted.is_fused and team is not None and team.start_sum is not None
 
     def is_open(self, visit: StageVisit) -> bool:
-        """Return whether this pass of a microbatch over a stage has begun with a half layer and has not
-        ended."""
+        """Return whether this pass of a microbatch over a stage has begun with a half layer (attention or
+        feed-forward) and has not ended."""
         return visit in self._open_passes
 
     def forget(self) -> None:
-        """Drop all open passes."""
+        """Drop all passes that have begun and not ended."""
         self._open_passes.clear()
 
     def forward_half(self, visit: StageVisit, in_flight: InFlight, index: int) -> None:
-        """Compute half a layer and start the sum of its output. The first half also computes the
-        embeddings."""
+        """Compute half a layer (attention or feed-forward) and start the sum of its output over the shards.
+        The call with `index` 0 also computes the embeddings."""
         if index == 0:
             self._open_passes[visit] = self._begin_pass(in_flight)
         open_pass, layer, is_feed_forward = (
@@ -129,7 +135,8 @@ class OverlappedPasses:
         open_pass.pending_sum = self._launch_sum(y_TD.detach().clone(memory_format=torch.contiguous_format))
 
     def end_forward(self, visit: StageVisit) -> Tensor:
-        """End the forward and return the last hidden states, after the final norm."""
+        """End the forward of a pass that ran half layer by half layer, and return the last hidden states,
+        after the final norm."""
         open_pass, norm = self._open_passes[visit], self._layers.final_norm
         assert norm is not None, "the only stage has the final norm"
         h_TD, leaves = self._add_residual(open_pass, len(open_pass.half_graphs))
@@ -139,12 +146,13 @@ class OverlappedPasses:
         return n_TD
 
     def begin_backward(self, visit: StageVisit, dn_TD: Tensor) -> None:
-        """Begin the backward with the gradient of the last hidden states."""
+        """Begin the backward of a pass. `dn_TD` is the gradient of the last hidden states, after the final
+        norm."""
         self._open_passes[visit].pending_sum = _StartedSum(dn_TD, lambda: None)
 
     def backward_half(self, visit: StageVisit, index: int) -> None:
-        """Add the gradients of the adapters in half a layer to their jobs' gradients, and start the sum of
-        the gradient of its input over the shards."""
+        """Run the backward of half a layer (attention or feed-forward): add to the gradients of its adapters,
+        and start the sum over the shards of the gradient of the half layer's input."""
         open_pass = self._open_passes[visit]
         open_pass.residual_TD, dy_TD = self._add_residual_backward(open_pass)
         with self._apply_adapters(open_pass):
@@ -153,7 +161,8 @@ class OverlappedPasses:
         open_pass.pending_sum = self._launch_sum(dgiven_TD.contiguous())
 
     def end_backward(self, visit: StageVisit) -> None:
-        """End the backward: add the gradients of trained embeddings to their jobs' gradients."""
+        """End the backward of a pass that ran half layer by half layer: add the gradients of trained
+        embeddings to their jobs' gradients."""
         open_pass = self._open_passes.pop(visit)
         (dh_TD,) = self._add_residual_backward(open_pass)
         if open_pass.embedding_end is not None:
@@ -169,8 +178,9 @@ class OverlappedPasses:
         return _OpenPass(in_flight, membership, embedding_end, angles, h_TD.detach())
 
     def _add_residual(self, open_pass: _OpenPass, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the residual plus the summed output of the previous half layer, which is the input of the
-        next norm, and the leaves of the graph that computes it."""
+        """Add the summed output of the previous half layer (attention or feed-forward) to the residual.
+        Return the result, which is the input of the next norm, and the two summands as leaves of its autograd
+        graph."""
         residual_TD = open_pass.residual_TD.detach().requires_grad_()
         if index == 0:
             return residual_TD, (residual_TD,)
@@ -180,8 +190,8 @@ class OverlappedPasses:
         return h_TD, (residual_TD, y_TD)
 
     def _add_residual_backward(self, open_pass: _OpenPass) -> tuple[Tensor, ...]:
-        """Run the backward of the last graph in `norm_graphs`. Return the gradients of the residual and the
-        summed output."""
+        """Run the backward of the last graph in `norm_graphs`. Return the gradients of the residual and of
+        the summed output of the half layer (attention or feed-forward) before it."""
         joint, dn_TD = open_pass.norm_graphs.pop(), open_pass.finished_sum()
         ends_with_norm = len(joint.ends) == 1
         return joint.backward((dn_TD,) if ends_with_norm else (open_pass.residual_TD, dn_TD))
@@ -202,7 +212,8 @@ class OverlappedPasses:
         return self._adapted.layers
 
     def _apply_adapters(self, open_pass: _OpenPass) -> AbstractContextManager[None]:
-        """Return a context in which the adapters of the jobs in this microbatch apply."""
+        """Return a context in which forward and backward apply the adapters of the jobs in this
+        microbatch."""
         adapted = self._adapted
         return adapted.banks.bind(
             open_pass.in_flight.device_microbatch.microbatch, adapted.route, True, open_pass.membership.rows

@@ -1,9 +1,9 @@
 """The decision when to capture a pass as a CUDA graph.
 
 A replayed pass saves the time in which the device waits for the host to launch kernels: much if passes are
-small, nothing if the device is slower than the host. How often a pass will recur is not known, so it is
+small, nothing if the device is slower than the host. How often a pass will recur is not known, so the pass is
 captured once its uncaptured runs have lost as many seconds as a capture takes. The total loss is never more
-than twice that of an optimal choice made in hindsight.
+than twice the loss of an optimal choice made in hindsight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from weftune.run.measure.timers import DeviceSpan
 
 @dataclass(slots=True)
 class WatchedPass:
-    """The times of one pass on the device: of its forward and, once launched, of its backward."""
+    """A pass of a microbatch over a stage, with its times on the device: the time of its forward and, once
+    launched, of its backward."""
 
     key: Hashable
     rows: int
@@ -30,19 +31,19 @@ class WatchedPass:
 
 class Payback:
     def __init__(self, always_captures: bool) -> None:
-        """Initialise the decision whether passes are captured as CUDA graphs, with no pass measured yet. With
-        `always_captures`, every pass is captured; measurements and tests use this."""
+        """Create the decision when to capture passes as CUDA graphs, with no pass measured yet. With
+        `always_captures`, every pass is captured at once, as measurements and tests require."""
         self._at_once = always_captures
         self._captures = 0
         self._capture_seconds = 0.0
         self._row_seconds = float("inf")
-        """Minimum seconds per row of a replayed pass."""
+        """Fewest seconds per row that a replayed pass has taken. Infinite if no pass has been replayed."""
         self._lost_seconds: dict[Hashable, float] = defaultdict(float)
         self._running_passes: list[WatchedPass] = []
 
     def should_capture(self, key: Hashable) -> bool:
-        """Return whether to capture passes of this key now. The first pass is always captured, to measure the
-        time of a capture."""
+        """Return whether to capture passes with this key (the sizes that a CUDA graph fixes) now. True if no
+        pass has been captured yet, to measure the time of a capture."""
         if self._at_once or not self._captures:
             return True
         self._record_finished()
@@ -53,7 +54,7 @@ class Payback:
         self._capture_seconds += seconds
 
     def watch(self, watched_pass: WatchedPass) -> None:
-        """Add a pass whose time is counted after the device has finished it."""
+        """Add a pass whose time is taken into account once the device has finished the pass."""
         if not self._at_once:
             self._running_passes.append(watched_pass)
 

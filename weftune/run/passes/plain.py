@@ -25,12 +25,14 @@ from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, Stag
 
 
 class PlainPasses:
-    """Passes without CUDA graphs. A forward is kept until its backward, or is recomputed from its input."""
+    """The part of an executor that runs passes of microbatches over stages without CUDA graphs. A forward is
+    kept until its backward, or is recomputed from its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
         self.open_passes: dict[StageVisit, Any] = {}
-        """Passes that wait for their backward: `Plain` objects, or captured graphs with the same methods."""
+        """Maps each pass of a microbatch over a stage that waits for its backward to a `Plain` object, or to
+        a captured graph with the same methods."""
 
     @property
     def captures(self) -> int | None:
@@ -39,8 +41,8 @@ class PlainPasses:
 
     @property
     def failed_captures(self) -> int:
-        """Number of sizes of microbatches for which the capture of a pass as a CUDA graph ran out of
-        memory."""
+        """Number of microbatch sizes for which the capture of a pass as a CUDA graph ran out of memory. 0 if
+        passes are not captured."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -50,13 +52,14 @@ class PlainPasses:
                 layers.host.release()
 
     def begin_round(self) -> None:
-        """Prepare for the next round of microbatches. None may be in flight when this is called."""
+        """Prepare for the next round (one global batch of every job). No microbatch may be in flight when
+        this is called."""
 
     def forward(
         self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, keeps_activations: bool
     ) -> Tensor:
-        """Return the output of a stage's forward, given the previous stage's output. If `keeps_activations`,
-        its activations are kept until `backward`."""
+        """Run the forward of a stage on the previous stage's output, and return this stage's output. If
+        `keeps_activations`, the activations are kept until `backward`."""
         assert visit not in self.open_passes, "a pass is still open"
         passed = self._make_pass(visit, in_flight, input_TD)
         if not keeps_activations:
@@ -67,8 +70,9 @@ class PlainPasses:
     def backward(
         self, visit: StageVisit, in_flight: InFlight, input_TD: Tensor | None, dh_TD: Tensor
     ) -> Tensor | None:
-        """Add to the gradients of all jobs in the microbatch, and return the gradient of the stage's input.
-        `dh_TD` is the gradient of the stage's output. A forward that was not kept is recomputed first."""
+        """Run the backward of a stage: add to the gradients of all jobs in the microbatch, and return the
+        gradient of the stage's input. `dh_TD` is the gradient of the stage's output. If the forward was not
+        kept, it is recomputed first."""
         passed = self.open_passes.pop(visit, None)
         if passed is None:
             passed = self._make_pass(visit, in_flight, input_TD)
@@ -87,8 +91,8 @@ class PlainPasses:
         self.open_passes = renumber_visits(self.open_passes, numbers)
 
     def abandon(self) -> None:
-        """Drop all passes that wait for their backward, and free memory that is not required, such as that of
-        captured graphs."""
+        """Drop all passes that wait for their backward. Also free memory that is not required, such as the
+        memory of captured graphs."""
         self.open_passes.clear()
         if self.adapted.layers is not None:
             self.adapted.layers.host.forget()
@@ -106,7 +110,7 @@ class PlainPasses:
 
 
 class Plain:
-    """The pass of a microbatch through a base or a stage. `input_TD` is the previous stage's output."""
+    """The pass of one microbatch over a base or one of its stages, without CUDA graphs."""
 
     def __init__(
         self,
@@ -118,13 +122,13 @@ class Plain:
         input_TD: Tensor | None = None,
         in_tiles: bool = False,
     ) -> None:
-        """Create the pass without running it. If `in_tiles`, the linears of the layers process one tile of
-        rows at a time."""
+        """Create the pass without running it. `input_TD` is the previous stage's output, or None at the first
+        stage. If `in_tiles`, the linears of the layers process one tile of rows at a time."""
         self._base, self._banks, self._laid, self._route = base, banks, device_microbatch, route
         self._membership, self._input_TD, self._in_tiles = membership, input_TD, in_tiles
         self._end: GradientEdge | None = None
-        """The node of the autograd graph that is the output of the forward, at which the backward starts.
-        None if no job has an adapter in this stage or an earlier one."""
+        """Output node of the forward's autograd graph, at which the backward starts. None if no job has an
+        adapter in this stage or an earlier one."""
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._input_TD is not None:
@@ -136,7 +140,7 @@ class Plain:
 
     @torch.no_grad()
     def forward_only(self) -> Tensor:
-        """Run a forward and return its output, without keeping anything for a backward."""
+        """Run a forward that keeps nothing for a backward, and return its output."""
         return self.forward()
 
     def backward(self, dh_TD: Tensor) -> None:

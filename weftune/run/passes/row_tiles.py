@@ -1,10 +1,9 @@
 """Decoder layers of long microbatches, computed in tiles of rows: only attention sees all rows at once.
 
-A layer has two parts that treat rows separately. The first part, the front, ends with queries, keys and
-values; the second part, the rest, begins with the output of attention. Both run tile by tile, each tile with
-its own autograd graph, and the backward goes through the graphs of the rest, of attention and of the front. A
-recomputed layer keeps only its input, and optionally the output of its attention, on the device or in host
-memory.
+A layer has two parts that treat rows separately: the front, which ends with queries, keys and values, and the
+rest, which begins with the output of attention. Both run tile by tile, each tile with its own autograd graph,
+and the backward goes through the graphs of the rest, of attention and of the front. A recomputed layer keeps
+only its input, and optionally the output of its attention, on the device or in host memory.
 
 Shapes: T rows of the microbatch, D hidden width, H query heads, G key and value heads, E width of a head, N
 values of attention per row.
@@ -24,29 +23,33 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from weftune.run.passes.host_copies import HostStore
 
 ROW_MULTIPLE = 128
-"""The number of rows in a tile is a multiple of this number, except in the last tile of a microbatch."""
+"""Number of rows of which every tile has a multiple, except the last tile of a microbatch."""
 
 Fetch = Callable[[], Tensor]
-"""Function that returns a kept tensor on the device. The tensor may have been kept on the host."""
+"""Function that returns a tensor kept from the forward, on the device. If the tensor was kept in host memory,
+the function copies it back."""
 Qkv = tuple[Tensor, Tensor, Tensor]
-"""Queries [T, H, E], keys and values [T, G, E]."""
+"""Queries [T, H, E], keys [T, G, E] and values [T, G, E] of attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledParts:
-    """The functions that compute the parts of a decoder layer for one microbatch."""
+    """The functions that compute the parts of a decoder layer for one microbatch, before, in and after
+    attention."""
 
     project_qkv: Callable[[Tensor, slice], tuple[Tensor, Qkv]]
-    """Function of the hidden states h of a tile and the range of the tile's rows. It returns the residual,
-    which is h itself, and queries, keys and values."""
+    """Function of the hidden states h of a tile (a range of rows) and the slice of these rows. It returns the
+    residual, which is h itself, and queries, keys and values."""
     attend: Callable[[Qkv], Tensor]
-    """Function that returns the attention [T, H, E] of all rows of the microbatch."""
+    """Function that computes attention from queries, keys and values. It returns the output [T, H, E] for all
+    rows of the microbatch."""
     finish_layer: Callable[[Tensor, Tensor, bool], Tensor]
-    """Function of a tile's residual and output of attention, which returns the output of the layer. If the
-    third argument is True, only the autograd graph of the output is needed, and its values may be
-    arbitrary."""
+    """Function of the residual and the output of attention for a tile (a range of rows), which returns the
+    layer's output. If the third argument is True, only the autograd graph of the output is needed, and its
+    values may be arbitrary."""
     tile_adapters: Callable[[slice], AbstractContextManager[None]]
-    """Function that returns a context in which the adapters apply to a tile's rows."""
+    """Function that returns a context in which the adapters are applied to the given slice of the
+    microbatch's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,17 @@ class Keep:
 
     layer: int
     keeps_all: bool = False
-    """Whether all activations are kept, so that nothing is recomputed."""
+    """Whether the layer keeps all activations, so that nothing is recomputed in the backward."""
     keeps_attention: bool = False
-    """Whether the output of attention is kept, so that attention is not recomputed."""
+    """Whether the layer keeps the output of attention, so that attention is not recomputed in the
+    backward."""
     host: HostStore | None = None
-    """Store in host memory for the input and the output of attention. None keeps them on the device."""
+    """Store in host memory for the layer's input and the output of attention. None keeps both on the
+    device."""
 
     def store_tensor(self, tensor: Tensor) -> Fetch:
-        """Keep a tensor, with the whole storage of which it is a view, on the device or the host. Return a
-        function that returns it; this function may be called once."""
+        """Keep a tensor on the device or in host memory, together with the whole storage of which it is a
+        view. Return a function that returns the tensor; it may be called once."""
         if self.host is None:
             return lambda: tensor
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -72,7 +77,8 @@ class Keep:
 
 
 def row_tiles(rows: int, tile_rows: int) -> list[slice]:
-    """Return tiles of about equal size, with at most `tile_rows` rows each, that cover all rows."""
+    """Return slices of about equal length, with at most `tile_rows` rows each, that together cover all
+    rows."""
     count = -(-rows // tile_rows)
     size = -(-rows // count)
     if tile_rows >= ROW_MULTIPLE:
@@ -83,8 +89,8 @@ def row_tiles(rows: int, tile_rows: int) -> list[slice]:
 def tiled_layer(
     h_TD: Tensor, anchor: Tensor, parts: TiledParts, tiles: Sequence[slice], keep: Keep
 ) -> Tensor:
-    """Return the output of a layer, computed tile by tile. `anchor` is a scalar that requires a gradient and
-    never gets one: it makes autograd record the layer."""
+    """Return the output of a layer, computed tile by tile (one range of rows after another). `anchor` is a
+    scalar that requires a gradient and never gets one: it makes autograd record the layer."""
     if not torch.is_grad_enabled():
         return _LayerPass(parts, tiles, keep).output(h_TD)
     output: Tensor = _TiledLayer.apply(h_TD, anchor, _LayerPass(parts, tiles, keep))
@@ -104,24 +110,25 @@ class _TiledLayer(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _FrontGraph:
-    """The autograd graph of one tile for the part of the layer before attention."""
+    """The autograd graph of the part of a layer before attention, for one tile (a range of rows)."""
 
     rows: slice
     h_TD: Tensor
-    """Input of the tile, a leaf tensor of autograd."""
+    """Layer input in the rows of the tile, a leaf tensor of autograd."""
     outputs: tuple[GradientEdge, ...]
-    """Outputs of the graph as nodes of autograd: the residual and attention's queries, keys and values. The
-    tensors themselves are not kept."""
+    """Output nodes of the autograd graph: the residual and attention's queries, keys and values. The tensors
+    themselves are not kept."""
 
 
 @dataclass(slots=True)
 class _RestGraph:
-    """The autograd graph of one tile for the part of the layer after attention."""
+    """The autograd graph of the part of a layer after attention, for one tile (a range of rows)."""
 
     rows: slice
     h_TD: Tensor
     attention_THE: Tensor
-    """Output of attention for the rows of the tile. This tensor and `h_TD` are leaf tensors of autograd."""
+    """Output of attention for the rows of the tile. This tensor and `h_TD` are the leaf tensors of the
+    autograd graph."""
     output_TD: Tensor
 
 
@@ -136,12 +143,13 @@ class _LayerPass:
         self._kept_rest_graphs: list[_RestGraph] = []
 
     def output(self, h_TD: Tensor) -> Tensor:
-        """Return the output of the layer without keeping anything."""
+        """Return the output of the layer, computed tile by tile, without keeping anything for a backward."""
         attention_THE = self._parts.attend(self._run_fronts(h_TD))
         return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
     def forward(self, h_TD: Tensor) -> Tensor:
-        """Return the output of the layer, and keep what the backward needs. Autograd is disabled."""
+        """Return the output of the layer, computed tile by tile with autograd disabled, and keep the tensors
+        that the backward needs."""
         keep, h_TD = self._keep, h_TD.detach()
         if keep.host is not None:
             keep.host.free_copied()
@@ -161,7 +169,8 @@ class _LayerPass:
         return self._collect_outputs(h_TD, self._rest_graphs(h_TD, attention_THE))
 
     def backward(self, dout_TD: Tensor) -> Tensor:
-        """Return the gradient of the layer's input, and add to the gradients of the adapters."""
+        """Run the backward of the layer: add to the gradients of the adapters, and return the gradient of the
+        layer's input."""
         assert self._input is not None
         h_TD, keep = self._input(), self._keep
         if keep.host is not None:
@@ -198,8 +207,9 @@ class _LayerPass:
         return dh_TD
 
     def _run_fronts(self, h_TD: Tensor, graphs: list[_FrontGraph] | None = None) -> Qkv:
-        """Compute the part of the layer before attention, tile by tile. Return queries, keys and values of
-        all rows, and append the autograd graph of every tile to `graphs` if given."""
+        """Compute the part of the layer before attention, tile by tile (one range of rows after another).
+        Return queries, keys and values of all rows. If `graphs` is given, append the autograd graph of every
+        tile to it."""
         whole: list[Tensor] = []
         for rows in self._tiles:
             leaf_TD = _detach_leaf(h_TD[rows])
@@ -240,7 +250,7 @@ def _leaf_gradient(leaf: Tensor) -> Tensor:
 
 
 class _KeptAttention:
-    """The autograd graph of a layer's attention, from its forward to its backward."""
+    """The autograd graph of a layer's attention over all rows, kept from the forward to the backward."""
 
     def __init__(
         self, edge: GradientEdge, output: Tensor | _Saved, saved: _SavedTensors, gradients: list[Tensor]
@@ -268,20 +278,20 @@ class _KeptAttention:
 
 
 class _SavedTensors:
-    """The tensors that the autograd graph of attention saves, except queries, keys and values, which are
-    provided again before the backward. Large tensors are kept on the device or on the host.
-
-    The graph refers to this object, which must therefore not refer to the graph.
-    """
+    """The tensors that the autograd graph of attention saves, except queries, keys and values, which the
+    backward provides again. Large tensors are kept on the device or in host memory. The autograd graph refers
+    to this object, so this object must not refer to the graph."""
 
     def __init__(self, qkv: Qkv, keep: Keep) -> None:
         self.qkv: Qkv | None = None
-        """Queries, keys and values that the backward reads. None until they are provided for it."""
+        """Queries, keys and values that the backward of attention reads. None until the backward provides
+        them."""
         self._keep = keep
         self._given = {one.untyped_storage().data_ptr(): index for index, one in enumerate(qkv)}
         self._least_bytes = min(one.nbytes for one in qkv)
         self._storage_readers: dict[int, Fetch] = {}
-        """Maps the address of each large storage to a function that returns a vector of its values."""
+        """Maps the address of each large saved storage to a function that returns the storage's values as a
+        vector."""
         self._fetched_storages: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -310,14 +320,14 @@ class _SavedTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A tensor saved by autograd, described as a view of a storage that is kept elsewhere."""
+    """A tensor saved by autograd, described as a view of a storage that is kept in another place."""
 
     address: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     qkv_index: int | None = None
-    """Index of the tensor among queries, keys and values. None for another tensor."""
+    """Index of the tensor in (queries, keys, values). None for any other tensor."""
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> _Saved:
@@ -327,7 +337,7 @@ class _Saved:
 
 class _CollectGradients(torch.autograd.Function):
     """An autograd function that returns its input tensors unchanged. Its backward appends their gradients to
-    a list, so that the graph need not end in leaf tensors that it would keep alive."""
+    a list. The autograd graph then needs no leaf tensors, which it would keep alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Microbatches on the device: they are padded to a number of rows, and the job of each row is known.
+"""Microbatches on the device: they are padded to a fixed number of rows, and the job of each row is known.
 
 Shapes: T rows, S supervised rows.
 """
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from weftune.run.passes.scorer import Scores
 
 MIN_BUCKET = 64
-"""Smallest number to which lengths of samples, in tokens, and numbers of rows are rounded up."""
+"""Smallest bucket (rounded-up value) for the lengths of samples, in tokens, and for numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMicrobatch:
-    """A microbatch on the device, padded, with the indices of its supervised rows."""
+    """A microbatch whose tensors are on the device, padded, with the indices of its supervised rows."""
 
     microbatch: Microbatch
     token_index: NDArray[np.int64]
-    """For each row, the counter from which the random numbers of dropout are computed. The array is in host
-    memory."""
+    """For each row, the counter from which dropout's random numbers for this row are computed. The array is
+    in host memory."""
     rows_S: Tensor
     sections: list[int]
     supervised_rows: NDArray[np.int64]
     """Indices of the supervised rows, in host memory."""
 
     def count_supervised(self, start: int, stop: int) -> int:
-        """Return the number of supervised rows among the rows from `start` to `stop`."""
+        """Return the number of supervised rows among the rows from `start` to `stop` − 1."""
         first, end = np.searchsorted(self.supervised_rows, (start, stop))
         return int(end - first)
 
@@ -58,8 +58,9 @@ class DeviceMicrobatch:
 def to_device_microbatch(
     microbatch: Microbatch, rows: int, device: torch.device, context: int = 0
 ) -> DeviceMicrobatch:
-    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. The only
-    sample of a microbatch may be padded to at most `context` rows (see `pad_microbatch`)."""
+    """Pad a microbatch to `rows` rows and copy it to the device, without waiting for the device. If the
+    microbatch is a single sample, that sample may be padded to at most `context` rows (see
+    `pad_microbatch`)."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -70,9 +71,10 @@ def to_device_microbatch(
 
 
 def pad_microbatch(microbatch: Microbatch, rows: int, context: int = 0) -> Microbatch:
-    """Return the microbatch padded to `rows` rows with additional samples, which are no longer than its
-    longest sample. If it has only one sample, that sample is itself padded, up to `context` rows: no row
-    attends to a later one, and the attention of a single sample has faster kernels."""
+    """Return the microbatch padded to `rows` rows with additional samples, none of them longer than its
+    longest sample. If the microbatch is a single sample, that sample is itself padded, up to `context` rows:
+    its results do not change, since no row attends to a later row, and the attention of a single sample has
+    faster kernels."""
     missing, lengths = rows - microbatch.rows, microbatch.sample_lengths
     if missing <= 0:
         return microbatch
@@ -93,7 +95,7 @@ def pad_microbatch(microbatch: Microbatch, rows: int, context: int = 0) -> Micro
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The assignment of a microbatch's rows to jobs, and the boundaries of its samples."""
+    """The assignment of a microbatch's rows to jobs, together with the boundaries of its samples."""
 
     rows: Rows | None
     pack: Pack
@@ -102,8 +104,8 @@ class Membership:
 def build_membership(
     base: Base, banks: Banks, device_microbatch: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
-    """Return the assignment of rows to jobs and the sample boundaries, which are the same for every stage. If
-    `in_tiles`, rows are assigned to jobs later, tile by tile."""
+    """Return the assignment of a microbatch's rows to jobs and the sample boundaries, which are the same for
+    every stage. If `in_tiles`, rows are assigned to jobs later, one tile of rows at a time."""
     rows = None
     if route is Route.tiled and not in_tiles:
         rows = Rows.empty(device_microbatch.microbatch.rows, banks.slots, base.device)
@@ -121,7 +123,8 @@ def build_membership(
 def _prefix_ranges(
     microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]
 ) -> tuple[list[int], list[slice]]:
-    """Return the number of prefix keys of each sample, and for each job the range of its samples."""
+    """Return the number of prefix keys (trained attention keys before a sample) of each sample, and for each
+    of the given jobs the range of its samples."""
     begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
     counts, samples = [0] * len(begins), []
     for segment, keys in jobs:
@@ -132,11 +135,12 @@ def _prefix_ranges(
 
 
 def bucket_pack(samples: Pack, context: int) -> Pack:
-    """Return the pack (the boundaries of samples) as a captured pass has it: the number of samples is rounded
-    up to its bucket with empty samples, and so is the longest length, unless all samples are equally long.
+    """Return the pack (the boundaries of samples) in the form that captured passes use, so that captured and
+    uncaptured passes give the same result. The number of samples is rounded up to its bucket with empty
+    samples, and the longest length to its bucket, unless all samples are equally long.
 
-    A deterministic backward of attention sums in an order that depends on the number of samples. With this
-    pack, captured and uncaptured passes give the same result.
+    This matters because a deterministic backward of attention sums in an order that depends on the number of
+    samples.
     """
     if samples.has_equal_lengths:
         return samples
@@ -152,13 +156,15 @@ def bucket(value: int, min_value: int) -> int:
 
 
 def sample_length_bucket(max_length: int, context: int) -> int:
-    """Return the longest sample's length, rounded up to a power of two, but at most the base's context."""
+    """Return the longest sample's length in tokens, rounded up to a power of two, but at most the base's
+    context."""
     return min(context, bucket(max_length, MIN_BUCKET))
 
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A pass of one microbatch over one stage, identified by the indices of the two."""
+    """A pass of one microbatch over one stage, identified by the index of the microbatch and the index of the
+    stage."""
 
     microbatch: int
     stage: int
@@ -168,15 +174,15 @@ Held = TypeVar("Held")
 
 
 def renumber_visits(visits: Mapping[StageVisit, Held], numbers: Mapping[int, int]) -> dict[StageVisit, Held]:
-    """Return a copy of `visits` with new microbatch indices in its keys. `numbers` maps each old index to the
-    new one."""
+    """Return a copy of `visits` with new microbatch indices in its keys, which are passes of microbatches
+    over stages. `numbers` maps each old index to the new one."""
     return {StageVisit(numbers[at.microbatch], at.stage): one for at, one in visits.items()}
 
 
 @dataclass(slots=True)
 class TimedPass:
     """The device time of a microbatch's passes over the stages of this worker, without the time between
-    stages. It holds no tensors, since it is kept longer than the pass."""
+    stages. The record holds no tensors, since it is kept longer than the pass."""
 
     plan: MicrobatchPlan
     training: bool
@@ -189,18 +195,22 @@ class TimedPass:
 
 @dataclass(slots=True)
 class InFlight:
-    """A microbatch that has entered the stages of this worker and not yet left the last of them."""
+    """The state of a microbatch that has entered the first of this worker's stages and has not left the
+    worker yet."""
 
     device_microbatch: DeviceMicrobatch
     pass_times: TimedPass
     sample_keys: SampleKeys | None = None
-    """Attention keys and values of a long sample, if the microbatch is a chunk of that sample."""
+    """Attention keys and values of a long sample, if the microbatch is a chunk of that sample. None
+    otherwise."""
     scores: Scores | None = None
-    """Losses of the microbatch, once it has passed the model's last stage on this worker."""
+    """Losses of the microbatch, once it has passed the model's last stage on this worker. None before, and on
+    other workers."""
     _membership: Membership | None = None
 
     def membership(self, adapted: AdaptedBase, in_tiles: bool = False) -> Membership:
-        """Return the assignment of rows to jobs and the sample boundaries, computed at first use."""
+        """Return the assignment of the microbatch's rows to jobs and the sample boundaries, computed in the
+        first call and then kept."""
         if self._membership is None:
             found = build_membership(
                 adapted.base, adapted.banks, self.device_microbatch, adapted.route, in_tiles

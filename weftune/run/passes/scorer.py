@@ -1,6 +1,6 @@
 """Losses and scores of every job, computed from the last hidden states by the job's objective.
 
-Mismatched samples, for the KL term of KTO, are prompts with the completion of another sample.
+Mismatched samples, which the KL term of KTO needs, are prompts with the completion of another sample.
 
 Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B samples of a segment.
 """
@@ -28,18 +28,20 @@ from weftune.run.passes.rows import DeviceMicrobatch
 from weftune.run.training.state import EvaluationSums
 
 PURPOSES = "batch", "held_out"
-"""Values of `Segment.kl_purpose` for mismatched samples. They say whether the samples belong to a global
-batch or to held-out samples."""
+"""Values of `Segment.kl_purpose` for mismatched samples (prompts with the completion of another sample, for
+the KL term of KTO). They say whether the KL term is that of a global batch or that of the held-out
+samples."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """The losses and the numbers of correct predictions of a microbatch's segments."""
+    """The losses and the numbers of correct predictions of a microbatch, for each segment (the rows of one
+    job)."""
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor | None
-    """Last hidden states, detached, with respect to which losses are differentiated. None after
-    `gradient_TD`."""
+    """Last hidden states as a detached leaf tensor, with respect to which losses are differentiated. None
+    after `gradient_TD`."""
     losses: list[Tensor]
     correct: list[Tensor]
     metrics: list[Tensor | None]
@@ -47,8 +49,8 @@ class Scores:
     the global batch. None for supervised fine-tuning."""
 
     def gradient_TD(self, failed_jobs: Collection[str] = ()) -> Tensor:
-        """Return the gradient of all losses at the last hidden states, and drop the hidden states; call this
-        once. The gradient is 0 in rows of the jobs in `failed_jobs`, which have failed."""
+        """Return the gradient of all losses with respect to the last hidden states, and drop these states, so
+        that this can be called only once. The gradient is 0 in the rows of `failed_jobs`."""
         leaf_TD, self.leaf_TD = self.leaf_TD, None
         assert leaf_TD is not None
         alive = [
@@ -71,33 +73,38 @@ class _Scored:
 
     segment: Segment
     scores: SampleScores
-    """Log-probabilities, with sample boundaries unless the objective is supervised fine-tuning."""
+    """Log-probabilities of the target tokens in the segment (the rows of one job). They include sample
+    boundaries, unless the objective is supervised fine-tuning."""
     correct_S: Tensor
     last_rows: list[int]
-    """Index of the last row of each sample; empty for supervised fine-tuning."""
+    """Index of the last row of each sample in the segment (the rows of one job). Empty if the objective is
+    supervised fine-tuning."""
 
 
 class Scorer:
-    """The part of an executor that computes losses and scores, on the worker that holds the last stage. Other
-    workers have no head."""
+    """The part of an executor that computes losses and scores with the model's head. Only the worker with the
+    last stage has a head."""
 
     def __init__(
         self,
         head: Head | None,
         trained_head_rows: Callable[[Segment], HeadRows | None] = lambda segment: None,
     ) -> None:
-        """Create a scorer for this head. `trained_head_rows` returns the rows of the head that a segment's
-        adapter replaces by trained ones, or None."""
+        """Create a scorer for this head. `trained_head_rows` returns the rows of the head that the adapter of
+        a segment's job replaces by trained ones, or None."""
         self._head, self._own_rows = head, trained_head_rows
         self.objectives: dict[str, Objective] = {}
-        """Maps each job to its objective. Jobs with supervised fine-tuning are left out."""
+        """Maps each job to its objective. Jobs whose objective is supervised fine-tuning are not
+        contained."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._log_ratios: dict[tuple[str, str, int], list[float]] = {}
-        """Maps (job, purpose, step) to a list for the mismatched samples that are scored after this step: the
-        log-probability of each sample minus its log-probability under the reference policy."""
+        """Maps (job, purpose, step) to the values from which the KL term of KTO after this step is computed:
+        for each mismatched sample (a prompt with the completion of another sample), its log-probability minus
+        its log-probability under the reference policy."""
 
     def attach_head(self, banks: Banks, job: str) -> None:
-        """Use the scalar head of an attached job, as in reward models, if it has one on this worker."""
+        """Use the scalar head of an attached job (as in reward models, a linear layer with one output), if
+        the job has one on this worker."""
         attached, name = banks.attached[job], (SCORE, HEAD)
         if name in attached.read_parameters:
             self.scalar_heads[job] = ScalarHead(
@@ -105,15 +112,16 @@ class Scorer:
             )
 
     def begin_window(self) -> None:
-        """Forget the scores for the KL term of KTO, which are used only in the window of their
-        computation."""
+        """Drop the scores for the KL term of KTO, since a new Program begins: scores are used only in the
+        Program that computes them."""
         self._log_ratios.clear()
 
     def record_mismatched_scores(
         self, sums: Sequence[Sequence[float]], device_microbatch: DeviceMicrobatch
     ) -> None:
-        """Store the scores of mismatched samples, from which later losses compute the KL term of KTO. `sums`
-        has the scores of each segment (rows of one job)."""
+        """Store the scores of mismatched samples (prompts with the completion of another sample), from which
+        later losses compute the KL term of KTO. `sums` contains, for each segment (the rows of one job), the
+        log-probability of each sample."""
         references_S = device_microbatch.microbatch.references_S
         known = iter([] if references_S is None else references_S.tolist())
         for segment, logprobs in zip(device_microbatch.microbatch.segments, sums, strict=True):
@@ -123,20 +131,21 @@ class Scorer:
                 self._log_ratios.setdefault(key, []).extend(ratios)
 
     def kl_sums(self, job: str, step: int) -> list[float]:
-        """Return four numbers for the KL term of a KTO job after a step: sum and number of the stored values
-        for the next global batch, then sum and number for the held-out samples."""
+        """Return four numbers for the KL term of a KTO job after a step: the sum and the number of the stored
+        log-ratios for the next global batch, then both for the held-out samples."""
         noted = [self._log_ratios.get((job, purpose, step), []) for purpose in PURPOSES]
         return [value for ratios in noted for value in (math.fsum(ratios), float(len(ratios)))]
 
     def set_kl_sums(self, job: str, step: int, sums: Sequence[float]) -> None:
-        """Replace the values stored for the KL term of a job after a step by their mean over all replicas.
-        `sums` are the sums over all replicas, ordered as in `kl_sums`."""
+        """Replace the log-ratios stored for the KL term of a KTO job after a step by their mean over all
+        replicas. `sums` are the sums over all replicas, in the order of `kl_sums`."""
         for purpose, total, count in zip(PURPOSES, sums[::2], sums[1::2], strict=True):
             if count:
                 self._log_ratios[job, purpose, step] = [total / count]
 
     def _kl_term(self, job: str, purpose: str, step: int) -> float:
-        """Return the KL term of a job's loss. Its value does not depend on how samples were packed."""
+        """Return the KL term of a KTO job's loss. Its value does not depend on how samples were packed into
+        microbatches."""
         ratios = self._log_ratios.get((job, purpose, step), [math.nan])
         mean = math.fsum(ratios) / len(ratios)
         return mean if math.isnan(mean) else max(0.0, mean)
@@ -148,9 +157,9 @@ class Scorer:
         supervised_tokens: Callable[[Segment], int],
         sample_token_counts: Callable[[Segment], tuple[int, ...]] = lambda segment: (),
     ) -> Scores:
-        """Return the training losses of all segments (rows of one job each). `supervised_tokens` returns the
-        number of supervised tokens in a segment's global batch, and `sample_token_counts` the number in each
-        sample of that batch."""
+        """Return the training losses of all segments (the rows of one job each). `supervised_tokens` returns
+        the number of supervised tokens in the global batch that a segment belongs to, and
+        `sample_token_counts` their number in each sample of that batch."""
         segments = device_microbatch.microbatch.segments
         if leaf_TD.is_cuda and not any(segment.job in self.objectives for segment in segments):
             return self.score_segments_together(leaf_TD, device_microbatch, supervised_tokens)
@@ -177,8 +186,9 @@ class Scorer:
     def score_segments_together(
         self, leaf_TD: Tensor, device_microbatch: DeviceMicrobatch, supervised: Callable[[Segment], int]
     ) -> Scores:
-        """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches in total.
-        With a thousand jobs in a microbatch, separate launches would take longer than the head itself."""
+        """Return the losses of jobs that all use supervised fine-tuning, with a few kernel launches for all
+        jobs together. With a thousand jobs in a microbatch, separate launches would take longer than the head
+        itself."""
         segments = device_microbatch.microbatch.segments
         logprobs_S, correct_S = self._logprobs(leaf_TD, device_microbatch)
         edges = [0, *device_microbatch.sections, len(logprobs_S)]
@@ -191,7 +201,7 @@ class Scorer:
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[EvaluationSums]:
-        """Return loss and accuracy sums over the held-out rows of each segment."""
+        """Return the loss and accuracy sums over the held-out rows of each segment (the rows of one job)."""
         found = list(self._score_segments(h_TD, device_microbatch))
         scores = [self._complete_scores(one, h_TD, "held_out") for one in found]
         objectives = [self.objectives.get(one.segment.job, SFT) for one in found]
@@ -215,7 +225,8 @@ class Scorer:
 
     @torch.no_grad()
     def sample_logprobs(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[tuple[float, ...]]:
-        """Return, for each segment, the sum of the log-probabilities of each sample's supervised tokens."""
+        """Return, for each segment (the rows of one job), one number per sample: the sum of the
+        log-probabilities of the sample's supervised tokens."""
         logprobs_S, _ = self._logprobs(h_TD, device_microbatch)
         spans = list(pairwise([0, *accumulate(device_microbatch.microbatch.sample_lengths)]))
         sums = range_sums(
@@ -232,7 +243,8 @@ class Scorer:
 
     @torch.no_grad()
     def scalar_values(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> list[Tensor]:
-        """Return, for each segment, the output of its job's scalar head for each sample, [B]."""
+        """Return, for each segment (the rows of one job), the outputs [B] of the job's scalar head, one per
+        sample."""
         return [
             self.scalar_heads[segment.job].values(h_TD[_last_rows(segment, device_microbatch)])
             for segment in device_microbatch.microbatch.segments
@@ -241,8 +253,9 @@ class Scorer:
     def _complete_scores(
         self, scored_segment: _Scored, h_TD: Tensor, purpose: Literal["batch", "held_out"]
     ) -> SampleScores:
-        """Return a segment's log-probabilities together with the KL term and the outputs of the scalar head,
-        if its objective needs these. `purpose` says whether the samples are for training or evaluation."""
+        """Return the log-probabilities of a segment (the rows of one job) together with the KL term and the
+        outputs of the scalar head, if its objective needs these. `purpose` says whether the samples are for
+        training or evaluation."""
         job = scored_segment.segment.job
         if job not in self.objectives:
             return scored_segment.scores
@@ -261,8 +274,8 @@ class Scorer:
         )
 
     def _score_segments(self, h_TD: Tensor, device_microbatch: DeviceMicrobatch) -> Iterator[_Scored]:
-        """Yield each segment with the log-probability of each target, and whether the target was the
-        likeliest token."""
+        """Yield each segment (the rows of one job) with the log-probability of each target token, and whether
+        the target was the likeliest token."""
         logprobs_S, correct_S = self._logprobs(h_TD, device_microbatch)
         parts = (
             logprobs_S.tensor_split(device_microbatch.sections),
@@ -295,8 +308,8 @@ class Scorer:
     def _split_samples(
         self, segment: Segment, device_microbatch: DeviceMicrobatch, logprobs_S: Tensor, correct_S: Tensor
     ) -> _Scored:
-        """Return a segment with its log-probabilities, its samples' boundaries, and their reference
-        scores."""
+        """Return a segment (the rows of one job) with its log-probabilities, the boundaries of its samples,
+        and the samples' log-probabilities under the reference policy."""
         stops = list(accumulate(device_microbatch.microbatch.sample_lengths))
         spans = {
             index: (start, stop)
@@ -315,6 +328,7 @@ class Scorer:
 
 
 def _last_rows(segment: Segment, device_microbatch: DeviceMicrobatch) -> list[int]:
-    """Return the last row of each sample of a segment, which may be followed by rows of padding."""
+    """Return the index of the last row of each sample of a segment (the rows of one job). The last row of a
+    sample may be followed by rows of padding."""
     spans = pairwise([0, *accumulate(device_microbatch.microbatch.sample_lengths)])
     return [min(stop, segment.stop) - 1 for start, stop in spans if segment.start <= start < segment.stop]

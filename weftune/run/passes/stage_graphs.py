@@ -1,12 +1,13 @@
-"""CUDA graphs of streamed stages: one launch per visit of a microbatch to a stage, instead of hundreds.
+"""CUDA graphs of streamed stages: one launch per visit (a microbatch's pass over one stage), instead of
+hundreds.
 
 A stage's weights and the adapters' tensors never change their address, so a graph is captured for a stage, a
 kind of visit and a key (`graph_inputs.py`). Inputs and results of a visit are in buffers that all graphs
 share. All other memory belongs to one visit at a time, in one pool.
 
-A visit is captured in the second round in which it occurs: the first runs uncaptured, to compile and tune
-kernels. Uncaptured passes need memory in addition to the pool, which the plan does not count: if both do not
-fit, all graphs are dropped for the rest of the round.
+A visit is captured in the second round (one global batch of every job) in which it occurs: in the first it
+runs uncaptured, so that kernels are compiled and tuned. Uncaptured passes need memory in addition to the
+pool, which the plan does not count: if both do not fit, all graphs are dropped for the rest of the round.
 
 Shapes: T rows, D hidden width.
 """
@@ -32,27 +33,28 @@ from weftune.run.passes.plain import PlainPasses
 from weftune.run.passes.rows import DeviceMicrobatch, InFlight, Membership, StageVisit
 
 MAX_KEYS = 8
-"""Maximum number of keys. Beyond it, the least recently used key is dropped with all its graphs."""
+"""Maximum number of graph keys (sets of sizes that CUDA graphs fix). When another key occurs, the least
+recently used key is dropped with all its graphs."""
 
 
 class VisitKind(Enum):
     forward = auto()
-    """A pass that runs only the forward, of which only the output is kept."""
+    """A forward without a backward, of which only the output is kept."""
     turn = auto()
-    """A pass over the last stage: the forward, whose activations are kept, head and loss, then the
+    """A pass over the last stage: the forward, whose activations are kept, then head and loss, then the
     backward."""
     backward = auto()
     """A pass that recomputes the forward from the stage's input, then runs the backward."""
 
 
 GraphVisit = tuple[VisitKind, int]
-"""A kind of pass and the index of its stage."""
+"""A kind of pass that is captured as a CUDA graph, and the index of its stage."""
 
 
 @dataclass(slots=True)
 class _KeyState:
-    """The state of one graph key: its input tensors, the round in which each pass first occurred, and its
-    graphs."""
+    """The state of one graph key (a set of sizes that CUDA graphs fix): its input tensors, its graphs, and
+    for each pass the first round (one global batch of every job) in which it occurred."""
 
     inputs: GraphInputs
     first_rounds: dict[GraphVisit, int] = field(default_factory=dict)
@@ -63,17 +65,18 @@ class StageGraphs:
     def __init__(self, whole: Base, stages: Mapping[int, Base], banks: Banks, pool: Pool) -> None:
         self.captures = 0
         self.failed_captures: set[GraphKey] = set()
-        """Keys of the graphs whose capture ran out of memory."""
+        """Keys (sets of sizes that CUDA graphs fix) for which a capture ran out of memory."""
         self._whole, self._stages, self._banks, self._pool = whole, stages, banks, pool
         self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
         """Buffers through which graphs receive and return hidden states and gradients (see `StageGraph`)."""
         self._key_states: dict[GraphKey, _KeyState] = {}
         self._round = 0
         self._plain_round = -1
-        """Last round in which all graphs were dropped to make room for an uncaptured pass."""
+        """Number of the last round (one global batch of every job) in which all graphs were dropped to free
+        memory. No graph is captured in the rest of that round."""
 
     def reserve(self, rows: int) -> None:
-        """Allocate buffers for microbatches of up to this many rows."""
+        """Allocate buffers for the hidden states and gradients of microbatches of up to this many rows."""
         if rows > len(self._h_TD):
             self.clear()
             self._h_TD, self._dh_TD = self._zero_buffer(0), self._zero_buffer(0)
@@ -87,8 +90,9 @@ class StageGraphs:
         self._round += 1
 
     def find_or_capture(self, kind: VisitKind, stage: int, in_flight: InFlight) -> StageGraph | None:
-        """Return the graph for a microbatch's pass over a stage, or None if it runs uncaptured. The time of a
-        pass that compiles or captures is marked as not typical (`TimedPass.is_typical`)."""
+        """Return the CUDA graph for a microbatch's pass over a stage, captured now if necessary, or None if
+        the pass must run uncaptured. The time of a pass in which kernels are compiled or a graph is captured
+        is marked as not typical (`TimedPass.is_typical`)."""
         device_microbatch, visit = in_flight.device_microbatch, (kind, stage)
         key = make_graph_key(device_microbatch, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.is_capturable(device_microbatch.microbatch):
@@ -115,8 +119,8 @@ class StageGraphs:
             self.clear()
 
     def clear(self) -> None:
-        """Drop all graphs and their memory. They are captured again when they are needed, from the next round
-        on."""
+        """Drop all graphs and free their memory. They are captured again when they are needed, from the next
+        round (one global batch of every job) on."""
         for known in self._key_states.values():
             known.graphs.clear()
         self._pool.clear()
@@ -153,8 +157,8 @@ class StageGraphs:
 
 
 class StageGraph:
-    """The CUDA graphs of one kind of pass over one stage. The class has the same methods as `Plain`, which
-    runs passes without graphs."""
+    """The CUDA graphs of one kind of pass over one stage. The class has the same methods as `Plain`, the
+    class of passes without graphs."""
 
     def __init__(
         self,
@@ -166,14 +170,14 @@ class StageGraph:
         dh_TD: Tensor,
         pool: Pool,
     ) -> None:
-        """Capture the pass in `pool`. `h_TD` holds the input of the stage and, after a forward, its output.
-        `dh_TD` holds the gradient of the output and, after a backward, that of the input. The last stage's
-        output is kept in `dh_TD` until its gradient is known."""
+        """Capture the pass in the memory of `pool`. `h_TD` holds the input of the stage and, after a forward,
+        its output. `dh_TD` holds the gradient of the output and, after a backward, that of the input. At the
+        last stage, `dh_TD` also holds the output until the output's gradient is known."""
         self._base, self._banks, self._inputs = base, banks, inputs
         self._h_TD, self._dh_TD = h_TD, dh_TD
         self._input_TD: Tensor | None = None
         self._output_TD: Tensor | None = None
-        """Output of the forward while forward and backward are captured. None during replays."""
+        """Output of the forward from its capture until the capture of its backward. None during replays."""
         if kind is VisitKind.turn:
             self._forward, self._backward = (
                 pool.capture(self._last_stage_forward),
@@ -203,7 +207,7 @@ class StageGraph:
         return self._dh_TD
 
     def backward(self, dh_TD: Tensor) -> None:
-        """Replay the backward. A forward that was not kept is recomputed first."""
+        """Replay the backward. If the forward was not kept, the same graph recomputes it first."""
         self._dh_TD.copy_(dh_TD)
         self._backward()
 
@@ -249,7 +253,7 @@ class StageGraph:
 
 class CapturedVisits:
     """Passes over streamed stages, captured as CUDA graphs. Only the last stage's forward is kept, since its
-    backward follows at once; the others are recomputed."""
+    backward follows at once; the forwards of other stages are recomputed in the backward."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base], pool: Pool) -> None:
         self.adapted, self.stages = adapted, stages

@@ -1,7 +1,8 @@
 """Storage of stages' inputs from their forward to their backward: they are kept on the device, or offloaded
 to host memory and fetched back in time.
 
-Shapes: G stages with kept inputs, R rows of a round, T rows of a microbatch, D hidden width.
+Shapes: G stages with kept inputs, R rows of a round (one global batch of every job), T rows of a microbatch,
+D hidden width.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weftune.run.passes.rows import StageVisit, renumber_visits
 
 
 class KeptActivations:
-    """A store that keeps the inputs of this worker's stages on the device from forward to backward. Outputs
+    """A store that keeps the inputs of this worker's stages on the device from forward to backward. Tensors
     for another worker's stage are kept until they are sent."""
 
     def __init__(self, own_stages: Collection[int]) -> None:
@@ -32,33 +33,38 @@ class KeptActivations:
         self._outgoing_tensors: dict[tuple[StageVisit, Payload], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
-        """Allocate memory for rounds of up to `rows` rows. No microbatch may be in flight."""
+        """Allocate memory for rounds (one global batch of every job) of up to `rows` rows. No microbatch may
+        be in flight. On the device no allocation is needed."""
 
     def store_input(self, visit: StageVisit, input_TD: Tensor, has_backward: bool = True) -> None:
-        """Store the previous stage's output, the input of this pass of a microbatch over a stage.
-        `has_backward` says whether the microbatch has a backward."""
+        """Store the previous stage's output, which is the input of this pass of a microbatch over a stage.
+        `has_backward` says whether a backward of the microbatch will follow."""
         if visit.stage in self._own:
             self._inputs[visit] = input_TD
         else:
             self._outgoing_tensors[visit, "activation"] = input_TD
 
     def read(self, visit: StageVisit) -> Tensor:
-        """Return the input of a stage for a microbatch. The compute stream waits until it can be read."""
+        """Return the input of this pass of a microbatch over a stage. The compute stream waits until the
+        input can be read."""
         return self._inputs[visit]
 
     def end_forward(self, visit: StageVisit) -> None:
-        """Record that a stage has finished its forward of a microbatch, whose backward is still to come."""
+        """Record that this forward of a microbatch over a stage is finished, and that its backward is still
+        to come."""
 
     def prefetch_input(self, visit: StageVisit) -> None:
-        """Start to fetch the input of the worker's next backward, if it is offloaded, so that it arrives in
-        time."""
+        """Start to fetch the input of the worker's next backward, if it is offloaded to host memory, so that
+        it arrives on the device in time."""
 
     def drop(self, visit: StageVisit) -> None:
-        """Drop a stage's input for a microbatch that has finished its backward there, or has no backward."""
+        """Drop the input of this pass of a microbatch over a stage, because its backward is finished or it
+        has none."""
         del self._inputs[visit]
 
     def store_gradient(self, visit: StageVisit, dh_TD: Tensor) -> None:
-        """Store the gradient from the following stage, which starts the backward of a stage."""
+        """Store the gradient of a stage's output, which the following stage has computed. The stage's
+        backward starts from this gradient."""
         if visit.stage in self._own:
             self._gradients[visit] = dh_TD
         else:
@@ -68,7 +74,7 @@ class KeptActivations:
         return self._gradients.pop(visit)
 
     def take_outgoing(self, visit: StageVisit, payload: Payload) -> Tensor | None:
-        """Return the tensor to send, or None if it was never computed."""
+        """Remove and return the tensor to send to another worker, or return None if it was never computed."""
         return self._outgoing_tensors.pop((visit, payload), None)
 
     def renumber_microbatches(self, numbers: Mapping[int, int]) -> None:
@@ -78,8 +84,8 @@ class KeptActivations:
         self._gradients = renumber_visits(self._gradients, numbers)
 
     def forget(self) -> None:
-        """Drop all tensors of an unfinished round, except those computed for other workers, which are still
-        sent."""
+        """Drop all stored tensors of unfinished microbatches, except those computed for other workers, which
+        are still sent."""
         self._inputs.clear()
         self._gradients.clear()
 
@@ -89,9 +95,9 @@ class OffloadedActivations:
     memory in between.
 
     An input is copied to the host as soon as it is computed, so that the copy can run during the whole
-    forward of the stage. After this forward, the input is dropped from the device. It is fetched during its
-    microbatch's backward through the next stage, one pass before its use. At the last stage the backward
-    follows at once, so its inputs stay on the device.
+    forward of the stage. After this forward, the input is dropped from the device. It is fetched back while
+    its microbatch runs its backward over the following stage, one pass before it is read. At the last stage
+    the backward follows the forward at once, so inputs of the last stage stay on the device.
     """
 
     def __init__(self, base: StreamedBase, wait_time: WaitTime) -> None:
@@ -101,15 +107,17 @@ class OffloadedActivations:
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = HostCopies(self._device, wait_time)
         self._offloaded_visits: set[StageVisit] = set()
-        """Passes whose inputs are offloaded, or being offloaded, and have not been fetched back."""
+        """Passes of microbatches over stages whose inputs are in host memory, or being copied there, and have
+        not been fetched back."""
         self._rows: dict[int, slice] = {}
-        """Maps each microbatch to its range of rows on the host, which is the same for every stage."""
+        """Maps each microbatch to its range of rows in the host memory of a stage. The range is the same for
+        every stage."""
         self._host_GRD = torch.empty(0)
         self._allocate(part.layout.offloaded_rows)
 
     @property
     def reserved_rows(self) -> int:
-        """Number of rows of a round for which host memory is allocated."""
+        """Number of rows of a round (one global batch of every job) for which host memory is allocated."""
         return self._host_GRD.shape[1]
 
     def reserve(self, rows: int) -> None:
@@ -118,7 +126,7 @@ class OffloadedActivations:
             self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate host memory for the inputs of rounds (a global batch of every job) of up to `rows` rows.
+        """Allocate host memory for the inputs of rounds (one global batch of every job) of up to `rows` rows.
         The old memory is freed first, so that both need not fit at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
@@ -137,7 +145,7 @@ class OffloadedActivations:
             self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
     def _host_TD(self, visit: StageVisit) -> Tensor:
-        """Return the host memory for the input of this microbatch at this stage."""
+        """Return the host memory reserved for the input of this pass of a microbatch over a stage."""
         return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
     def read(self, visit: StageVisit) -> Tensor:

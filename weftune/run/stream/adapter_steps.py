@@ -1,12 +1,12 @@
 """Optimizer steps (Steps) whose state lives in host memory: it is copied to the device in pieces, updated
 there and copied back, concurrently with passes. A pass waits only for the Steps of its own jobs and stages.
 
-If adapters travel with their stage, their gradients and weights are in host memory, too. If only the
-optimizer is offloaded, master weights and moments are in host memory, and the device keeps gradients and
-weights. Pieces of several jobs are updated together: launched one by one, they would take more of the host's
-time than of the device's.
+If adapters travel (are loaded to the device with their stage), their gradients and weights are in host
+memory, too. If only the optimizer is offloaded, master weights and moments are in host memory, and the device
+keeps gradients and weights. Pieces of several jobs are updated together: launched one by one, they would take
+more of the host's time than of the device's.
 
-Only the device writes a job's state between `begin` and the end of its last piece.
+Between `HostSteps.begin` and the end of a job's last piece, only the device writes the job's state.
 
 Shapes: J jobs.
 """
@@ -27,22 +27,23 @@ from weftune.run.training.state import Training
 from weftune.run.training.steps import StepRequest, StepRun, close_batches
 
 ALIGNMENT = 64
-"""Pieces begin and end at multiples of this number of parameters. Torch's fused AdamW rounds the remainder at
-a vector's end differently, so only pieces that end at multiples of the processor's vector width get the same
-bits as the whole vector."""
+"""Number of parameters of which the start and end of every piece of a flat vector are multiples. Torch's
+fused AdamW rounds the remainder at a vector's end differently, so only pieces that end at multiples of the
+processor's vector width get the same bits as the whole vector."""
 
 JobStage = tuple[str, int]
-"""A job, and a stage in which it has parameters."""
+"""A job, and the index of a stage in which it has parameters."""
 Events = tuple[torch.cuda.Event, ...]
-"""CUDA events after which some work may begin: all of them must be done."""
+"""CUDA events that must all be done before some work may begin."""
 ApplyUpdates = Callable[[Sequence[Update], Tensor | None], Tensor]
-"""A function that applies updates on the device, with optional clipping factors, and returns whether each
-job's new weights are finite [J]."""
+"""A function that applies optimizer updates on the device, with optional clipping factors, and returns
+whether each job's new weights are finite [J]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The range `start` to `stop` of an adapter's flat vector that holds the parameters of one stage."""
+    """The range of an adapter's flat vector, from `start` to `stop` − 1, that holds the parameters of one
+    stage."""
 
     start: int
     stop: int
@@ -58,16 +59,16 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive parameters of one stage that are updated together."""
+    """Consecutive parameters of a job in one stage, which an optimizer step updates together."""
 
     kept_range: StagePart
     computed_range: StagePart
-    """Range that is updated on the device: `kept_range`, extended to multiples of ALIGNMENT. Results outside
-    `kept_range` are dropped."""
+    """Range of parameters that is updated on the device: `kept_range`, extended to multiples of ALIGNMENT.
+    Results outside `kept_range` are dropped."""
 
     @property
     def kept_offsets(self) -> StagePart:
-        """The kept range, as offsets from the start of the computed range."""
+        """The range `kept_range`, counted from the start of `computed_range`."""
         return StagePart(
             self.kept_range.start - self.computed_range.start,
             self.kept_range.stop - self.computed_range.start,
@@ -75,8 +76,8 @@ class Piece:
 
 
 def split_part(part: StagePart, size: int) -> Iterator[Piece]:
-    """Divide a part of an adapter's flat vector into pieces that are updated one after another, and yield
-    them. `size` is the number of parameters of the whole vector."""
+    """Divide a part of an adapter's flat vector into pieces that are updated one after another, and yield the
+    pieces. `size` is the number of parameters of the whole vector."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         kept_range = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -89,20 +90,20 @@ def round_up(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingPart:
-    """The unfinished pieces of a job's Step (optimizer step) in one stage. `job_index` is the index of the
-    job in `run`."""
+    """The unfinished pieces (consecutive parameters) of a job's optimizer step in one stage. `job_index` is
+    the index of the job in `run`."""
 
     run: StepRun
     job_index: int
     start: int
-    """Index of the first parameter of the stage in the flat vector."""
+    """Index of the stage's first parameter in the job's flat vector."""
     pieces: list[Piece]
 
 
 @dataclass(frozen=True, slots=True)
 class _BufferedPiece:
-    """A piece (consecutive parameters of one job and stage), and its offset in a device buffer with pieces of
-    several jobs."""
+    """A piece (consecutive parameters of one job and stage), and its offset in a device buffer that holds
+    pieces of several jobs."""
 
     pair: JobStage
     part: _PendingPart
@@ -111,7 +112,8 @@ class _BufferedPiece:
 
     @property
     def update(self) -> Update:
-        """The optimizer step of the job's parameters in this piece, with their state in host memory."""
+        """The optimizer update of the whole job to which these parameters belong, with its state in host
+        memory."""
         return self.part.run.updates[self.part.job_index]
 
     @property
@@ -120,8 +122,8 @@ class _BufferedPiece:
 
 
 class HostSteps:
-    """The part of an executor that performs the optimizer steps (Steps) of all attached jobs on the device,
-    piece by piece. Between the steps, master weights and moments are in host memory."""
+    """The part of an executor that makes the optimizer steps of all attached jobs on the device, a range of
+    parameters at a time. Between the steps, master weights and moments are in host memory."""
 
     def __init__(
         self,
@@ -129,25 +131,30 @@ class HostSteps:
         apply_updates: ApplyUpdates = update,
         device_weights: Callable[[str, int], Tensor | None] | None = None,
     ) -> None:
-        """Prepare to perform the Steps of jobs. `apply_updates` is the function that applies updates on the
-        device. `device_weights` returns the device's memory for a job's weights of a stage, to which new
-        weights are copied too. It is None if gradients and weights stay on the device."""
+        """Initialise the steps of a device, with no job attached. `apply_updates` is the function that
+        applies updates on the device. `device_weights` returns the device memory for a job's weights of a
+        stage, to which new weights are also copied; None if gradients and weights stay on the device."""
         self._device, self._apply_updates, self._device_weights = device, apply_updates, device_weights
         self.ring = PieceRing(device)
         self._parts: dict[str, Mapping[int, StagePart]] = {}
-        """Maps each job to a map from each stage to the stage's part of the flat vector."""
+        """Maps each job to a map from each stage to the range of the job's flat vector that holds the stage's
+        parameters."""
         self._stage_sizes: Counter[int] = Counter()
-        """Maps each stage to the total number of parameters in all jobs' pieces."""
+        """Maps each stage to its total number of parameters over all attached jobs, including the parameters
+        that alignment adds."""
         self._pending_parts: dict[JobStage, _PendingPart] = {}
         self._start_events: dict[JobStage, torch.cuda.Event] = {}
-        """Maps (job, stage) to the event after its last started update, until a pass has waited for it."""
+        """Maps (job, stage) to a CUDA event after the last update that was started there. The entry is
+        removed when a pass has waited for the event."""
         self._return_events: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event after which its last piece has been copied back to the host."""
+        """Maps each stage to a CUDA event after which the last updated parameters of the stage have been
+        copied back to the host."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
     def attach(self, training: Training, parts: Mapping[int, StagePart]) -> None:
-        """Register a job, and allocate space for its pieces in the device's buffers."""
+        """Register a job, and enlarge the device's buffers for optimizer steps if they are too small for the
+        job's parameters."""
         self._parts[training.job] = parts
         self._stage_sizes.update(_piece_sizes(parts, training.layout.size))
         capacity = min(PIECE, max(self._stage_sizes.values(), default=0))
@@ -177,10 +184,10 @@ class HostSteps:
         norm_J: Tensor,
         find_arrivals: Callable[[], Events] | None = None,
     ) -> StepRun:
-        """Close the open batches and register their Steps. `norm_J` are the norms of their gradients.
-        `find_arrivals` returns events after which the gradients, and everything else launched until the call,
-        are on the host. If it is None, gradients stay on the device, and updates wait for the passes that
-        computed them."""
+        """Close the complete global batches of these requests, and register their optimizer steps. `norm_J`
+        are the norms of their gradients. `find_arrivals` returns events after which the gradients, and
+        everything else launched until the call, are on the host. If it is None, gradients stay on the device,
+        and updates wait for the passes that computed them."""
         run = close_batches(requests, norm_J, self._device)
         if find_arrivals is not None:
             run.arrival_events = find_arrivals()
@@ -194,26 +201,27 @@ class HostSteps:
         return run
 
     def is_unfinished(self, job: str, stage: int) -> bool:
-        """Return whether the job's weights of that stage are still to be updated."""
+        """Return whether the last requested optimizer step of the job still has to update the weights of this
+        stage."""
         return (job, stage) in self._pending_parts
 
     def pending_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs (job, stage) among `pairs` whose optimizer steps (Steps) have pieces that have not
-        been started."""
+        """Return the pairs (job, stage) among `pairs` for which an optimizer step has been requested and not
+        completely started."""
         return [pair for pair in pairs if pair in self._pending_parts]
 
     def all_pending_pairs(self) -> list[JobStage]:
         return sorted(self._pending_parts, key=lambda pair: (pair[1], pair[0]))
 
     def started_pairs(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs (job, stage) among `pairs` whose updates have been started, unless a pass has
-        already waited for them."""
+        """Return the pairs (job, stage) among `pairs` whose updates have been started and that no pass has
+        waited for yet."""
         return [pair for pair in pairs if pair in self._start_events]
 
     def start(self, pairs: Iterable[JobStage], writable_events: Events = ()) -> None:
         """Start the updates of the pairs (job, stage) concurrently with other work of the device. New weights
-        are copied to the host, and also to the device's memory for them once the events in `writable_events`
-        are done. Work that reads the weights must first call `wait_for_updates`."""
+        are copied to the host and, once the events in `writable_events` are done, also to the device memory
+        that passes read. A pass that reads them must first call `wait_for_updates`."""
         if writable_events:
             with self.ring.on_update_stream():
                 _wait_for_events(writable_events)
@@ -234,7 +242,8 @@ class HostSteps:
             torch.cuda.current_stream().wait_event(event)
 
     def read_outcomes(self, run: StepRun) -> None:
-        """Start to copy the outcomes of Steps to the host. All pieces of the Steps must have been started."""
+        """Start to copy the outcomes of optimizer steps to the host. All updates of these steps must have
+        been started."""
         assert not any(part.run is run for part in self._pending_parts.values()), "a Step is not all made"
         with self.ring.on_update_stream():
             # Not on the stream of the passes: those of the next round may already be queued there.
@@ -242,21 +251,21 @@ class HostSteps:
             run.read(torch.stack([torch.cat([none, *found]).all() for found in run.finite_flags]))
 
     def wait(self) -> None:
-        """Wait until all started updates are finished and their state is on the host."""
+        """Block until all started updates are finished and their state is on the host."""
         for returned in self._return_events.values():
             returned.synchronize()
         self._start_events.clear()
 
     def wait_for_stage(self, stage: int) -> None:
-        """Make the current stream wait until the updates of a stage have been copied to the host."""
+        """Make the current CUDA stream wait until the updates of a stage have been copied to the host."""
         if (returned := self._return_events.get(stage)) is not None:
             torch.cuda.current_stream().wait_event(returned)
 
     # -- pieces ------------------------------------------------------------------------------------------
 
     def _assign_buffers(self, pairs: Iterable[JobStage]) -> Iterator[list[_BufferedPiece]]:
-        """Yield lists of pieces of Steps for the pairs (job, stage). The pieces of one list fit into one
-        buffer on the device."""
+        """Divide the pieces (consecutive parameters) that are to be updated for the pairs (job, stage) into
+        lists, and yield the lists. The pieces of one list fit into one buffer on the device."""
         buffered_pieces: list[_BufferedPiece] = []
         for pair in pairs:
             part = self._pending_parts[pair]
@@ -299,8 +308,9 @@ class HostSteps:
     def _update(
         self, buffer: Buffer, buffered_pieces: Sequence[_BufferedPiece], device_states: Sequence[AdamState]
     ) -> None:
-        """Apply the optimizer step to the slices of adapter weights in the buffer, and to the weights that
-        passes read. `device_states` contains the optimizer state of each slice."""
+        """Apply the optimizer steps of the pieces (consecutive parameters of jobs) in the buffer, and copy
+        new weights to the memory that passes read. `device_states` contains the optimizer state of each piece
+        on the device."""
         factors = [
             one.part.run.factor_J[one.part.job_index]
             for one in buffered_pieces
@@ -333,21 +343,21 @@ class HostSteps:
             )
 
     def _vectors_to_device(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors of each state that are copied to the device: all except the new weights, which
-        are computed there."""
+        """Return the vectors of each state that are copied to the device. These are all except the new
+        weights, which are computed there, and except gradients that are already there."""
         count = 3 if self._device_weights is None else 4
         return [vector for state in states for vector in state.vectors[:count]]
 
     def _vectors_to_host(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors of each state that are copied back to the host: all except the gradients, which
-        are no longer needed."""
+        """Return the vectors of each state that are copied back to the host. These are all except the
+        gradients, which are no longer needed, and except weights that stay on the device."""
         moved = [vector for state in states for vector in state.vectors[:3]]
         return moved if self._device_weights is None else [*moved, *(state.weights for state in states)]
 
 
 def _piece_sizes(parts: Mapping[int, StagePart], size: int) -> dict[int, int]:
-    """Return a dict from each stage to the number of parameters in a job's pieces there, with the parameters
-    that alignment adds. `size` is the number of all parameters of the job."""
+    """Return a dict from each stage to the number of parameters in a job's pieces there, including the
+    parameters that alignment adds. `size` is the number of all parameters of the job."""
     return {
         stage: sum(round_up(piece.computed_range.size) for piece in split_part(part, size))
         for stage, part in parts.items()
@@ -367,32 +377,34 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Device memory in which pieces of optimizer steps (Steps) are updated."""
+    """Device memory in which pieces (consecutive parameters of jobs) are updated by optimizer steps."""
 
     state: AdamState
     free_event: torch.cuda.Event | None = None
-    """Event after which the last content of the buffer has been copied back to the host."""
+    """CUDA event after which the last content of the buffer has been copied back to the host. None before the
+    first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLanes:
-    """Three CUDA streams beside the compute stream, for the pieces of Steps.
+    """Three CUDA streams beside the compute stream, for copies and updates of the pieces (consecutive
+    parameters) of optimizer steps.
 
-    Updates have a stream of their own, since an update waits while a matrix product occupies every
-    multiprocessor, and the next copies must not wait with it.
+    Updates have a separate stream, since an update waits while a matrix product occupies every
+    multiprocessor, and the next copies must not wait for the update.
     """
 
     copy_in: torch.cuda.Stream
-    """Stream of copies to the device."""
+    """CUDA stream of copies from host to device."""
     update: torch.cuda.Stream
-    """Stream of updates of pieces that have arrived on the device."""
+    """CUDA stream of optimizer updates, whose parameters and moments have arrived on the device."""
     copy_out: torch.cuda.Stream
-    """Stream of copies back to the host."""
+    """CUDA stream of copies from device to host."""
 
 
 class PieceRing:
-    """Device buffers for pieces of optimizer steps, used in rotation: while one is updated, another is
-    filled, and a third is copied back to the host."""
+    """Device buffers for pieces (consecutive parameters) of optimizer steps, used in rotation: while one
+    buffer is updated, another is filled, and a third is copied back to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Buffer] = []
@@ -409,7 +421,8 @@ class PieceRing:
         return len(self.buffers[0].state.master) if self.buffers else 0
 
     def replace_buffers(self, allocate: Callable[[], AdamState]) -> None:
-        """Replace the buffers by new ones, which `allocate` allocates. The old ones must not be in use."""
+        """Replace the buffers by new ones. `allocate` allocates the state of one buffer. The old buffers must
+        not be in use."""
         self.buffers = []
         self.buffers = [Buffer(allocate()) for _ in range(PIECES)]
 
@@ -420,8 +433,8 @@ class PieceRing:
 
     @contextmanager
     def on_copy_in_stream(self, buffer: Buffer) -> Iterator[None]:
-        """Within the context, launch work on the stream of copies to the device, after the buffer is free.
-        Updates that are launched later wait for these copies."""
+        """Return a context in which work is launched on the stream of copies to the device, after the buffer
+        is free. Updates that are launched later wait for these copies."""
         if self.lanes is None:
             yield
             return
@@ -432,13 +445,13 @@ class PieceRing:
         self.lanes.update.wait_stream(self.lanes.copy_in)
 
     def on_update_stream(self) -> AbstractContextManager[object]:
-        """Return a context in which work is launched on the stream of updates."""
+        """Return a context in which work is launched on the stream of updates, if there is a GPU."""
         return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.update)
 
     @contextmanager
     def on_copy_out_stream(self, buffer: Buffer) -> Iterator[None]:
-        """Within the context, launch work on the stream of copies to the host. The buffer is free after these
-        copies."""
+        """Return a context in which work is launched on the stream of copies to the host, after the updates
+        launched so far. The buffer is free after these copies."""
         if self.lanes is None:
             yield
             return

@@ -1,10 +1,10 @@
 """Adapters that live in host memory and are copied to the device and back with their stage (travelling
 adapters).
 
-On the device a job has memory for the weights and the gradient of every resident stage and of every slot.
-Streamed stages take turns in a slot. Weights are copied in with the stage; the gradient is copied out with
-the stage or when an optimizer step (Step) needs it. Master weights and moments are copied in only for Steps
-(`adapter_steps.py`).
+On the device a job has memory for the weights and the gradient of every resident stage and of every slot. A
+slot is the device memory in which streamed stages take turns. Weights are copied in with the stage; the
+gradient is copied out with the stage or when an optimizer step (Step) needs it. Master weights and moments
+are copied in only for Steps (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -28,23 +28,25 @@ from weftune.run.stream.adapter_steps import JobStage, StagePart
 from weftune.run.training.state import Training
 
 OUTSIDE_STAGE = -1
-"""Stage number of the sites before the first layer and after the last one, which stay on the device."""
+"""Stage number of the adapted modules before the first layer and after the last layer, which stay on the
+device."""
 
 
 @dataclass(frozen=True, slots=True)
 class TravellingAdapter:
     """The device memory of an adapter whose parts are copied to the device with their stages. Stages that
-    take turns in a slot (the device memory of a stage) share memory for their parts."""
+    take turns in the same slot of device memory also share memory for their parts of the adapter."""
 
     training: Training
     parts: Mapping[int, StagePart]
-    """Maps each stage to its part of the flat vector."""
+    """Maps each stage to the range of the adapter's flat vector that holds the stage's parameters."""
     weights: Mapping[int, Tensor]
-    """Maps each stage to the device memory for its weights."""
+    """Maps each stage to the device memory for the adapter's weights in that stage."""
     gradient: Mapping[int, Tensor]
 
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """Return the parameters that passes read, and the gradients to which they add."""
+        """Return views of the adapter's device memory: the parameters that passes read, and the gradients to
+        which passes add."""
         return self._parameter_views(self.weights), self._parameter_views(self.gradient)
 
     def _parameter_views(self, vectors: Mapping[int, Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -61,7 +63,7 @@ class TravellingAdapter:
 
 
 class AdapterTransfers:
-    """Transfers of adapters between host and device together with their stages, and the record of which
+    """The copies of adapters between host and device together with their stages, and the record of which
     stages and gradients are on the device."""
 
     def __init__(self, part: WorkerLayout, device: torch.device, dtype: torch.dtype) -> None:
@@ -71,15 +73,18 @@ class AdapterTransfers:
         self._device_gradients: set[JobStage] = set()
         """Pairs (job, stage) whose gradient is on the device and has not been copied to the host."""
         self._squares: dict[str, list[Tensor]] = {}
-        """Maps each job to the sums of squares of the parts of its gradient that were copied to the host."""
+        """Maps each job to the sums of squares that have been computed for parts of its gradient before their
+        copy to the host."""
         self._loaded_stages: dict[int, None] = {OUTSIDE_STAGE: None}
-        """Stages that are on the device once all launched work is done, in the order of their arrival."""
+        """Stages that are on the device, or will be once all launched work is done, in the order of their
+        arrival. The dict is used as an ordered set."""
         self._loaded_stages |= dict.fromkeys(
             stage for stage in part.own_stages if part.stages[stage].is_resident
         )
 
     def attach(self, training: Training) -> TravellingAdapter:
-        """Allocate device memory for a job's adapter, and copy in the weights of stages on the device."""
+        """Allocate device memory for a job's adapter, and copy in its weights for the stages that are on the
+        device."""
         # In page-locked host memory, which the device reads and writes directly.
         vectors = training.state.vectors
         found = host_vectors([(len(vector), vector.dtype) for vector in vectors], self.device)
@@ -94,8 +99,8 @@ class AdapterTransfers:
         return adapter
 
     def _allocate(self, parts: Mapping[int, StagePart], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Allocate device memory for each stage's part of the adapter. Stages that use the same slot share
-        memory."""
+        """Allocate device memory for each stage's part of an adapter. Streamed stages that take turns in the
+        same slot share memory."""
         stages_by_memory: dict[tuple[str, int], list[int]] = {}
         for stage in parts:
             resident = stage == OUTSIDE_STAGE or self.part.stages[stage].is_resident
@@ -116,31 +121,33 @@ class AdapterTransfers:
     # -- with a stage ------------------------------------------------------------------------------------
 
     def load_weights(self, stage: int, is_unfinished: Callable[[str, int], bool]) -> None:
-        """Copy a stage's adapter weights to the device, except for jobs whose Step there is unfinished."""
+        """Copy the adapter weights of a stage to the device, except those of jobs whose optimizer step in
+        this stage is unfinished."""
         self._loaded_stages[stage] = None
         self.copy_parts_in((job, stage) for job in self.adapters if not is_unfinished(job, stage))
 
     def sum_squares(self, stage: int) -> None:
-        """Compute the sums of squares of a stage's gradients before the stage is evicted."""
+        """Compute the sums of squares of the gradients in a stage before they are copied to the host."""
         self._sum_squares((job, stage) for job in self.adapters)
 
     def evict(self, stage: int) -> None:
-        """Copy the gradients of a stage to the host, and mark the stage as evicted."""
+        """Copy the adapters' gradients in a stage to the host, and mark the stage as evicted."""
         self.copy_gradients_out(stage)
         del self._loaded_stages[stage]
 
     def copy_gradients_out(self, stage: int) -> None:
-        """Copy the gradients of a stage to the host. The stage stays on the device."""
+        """Copy the adapters' gradients in a stage to the host. The stage stays on the device."""
         assert self.is_loaded(stage), f"stage {stage} is not in its place"
         self._copy_gradients_out((job, stage) for job in self.adapters)
 
     def record_backward(self, stage: int, jobs: Iterable[str]) -> None:
-        """Record that a backward has added to the gradients of these jobs in that stage."""
+        """Record that a backward has added to the gradients of these jobs in this stage."""
         self._device_gradients.update(self.pairs(stage, jobs))
 
     def pairs(self, stage: int, jobs: Iterable[str]) -> list[JobStage]:
-        """Return the pairs (job, stage) that passes of these jobs over the stage read. At the first and the
-        last stage they include the sites outside all layers."""
+        """Return the pairs (job, stage) whose adapter weights are read by passes of these jobs over the
+        stage. At the first and the last stage they include the modules outside all layers, with the stage
+        number `OUTSIDE_STAGE`."""
         stages = (stage, OUTSIDE_STAGE) if stage in (0, len(self.part.stages) - 1) else (stage,)
         return [(job, one) for job in jobs for one in stages]
 
@@ -158,7 +165,7 @@ class AdapterTransfers:
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
         """Return the norms of the jobs' gradients, in float64 [J]. All gradients must have been copied to the
-        host. If kernels are available, the norms are computed from sums of squares that the device computed
+        host. If kernels are available, the norms are taken from sums of squares that the device computed
         before the copies."""
         states = [self.adapters[job].training.state for job in jobs]
         if not kernels_available_on(self.device, states[0].gradient.dtype):
@@ -171,15 +178,17 @@ class AdapterTransfers:
         return torch.stack(squares).sqrt()
 
     def device_weights(self, job: str, stage: int) -> Tensor | None:
-        """Return the device memory for the job's weights of a stage; None if the stage is not there."""
+        """Return the device memory for the job's weights in a stage, or None if the stage is not on the
+        device."""
         return self.adapters[job].weights[stage] if self.is_loaded(stage) else None
 
     def copy_weights_in(self, jobs: Iterable[str]) -> None:
-        """Copy these jobs' weights from the host to every stage that is on the device."""
+        """Copy these jobs' weights from the host to the device, for every stage that is on the device."""
         self.copy_parts_in((job, stage) for job in jobs for stage in self._loaded_stages)
 
     def copy_parts_in(self, pairs: Iterable[JobStage]) -> None:
-        """Copy the weights of the pairs (job, stage) from the host. The stages must be on the device."""
+        """Copy the weights of the pairs (job, stage) from the host to the device. The stages must be on the
+        device."""
         for job, stage in pairs:
             adapter = self.adapters[job]
             assert self.is_loaded(stage), f"stage {stage} is not in its place"
@@ -198,7 +207,7 @@ class AdapterTransfers:
             }
 
     def _find_gradients(self, pairs: Iterable[JobStage]) -> list[JobStage]:
-        """Return the pairs (job, stage) that have a gradient on the device."""
+        """Return the pairs (job, stage) among `pairs` that have a gradient on the device."""
         return [
             pair
             for pair in pairs
@@ -213,8 +222,9 @@ class AdapterTransfers:
                 self._squares[job].append(squares)
 
     def _copy_gradients_out(self, pairs: Iterable[JobStage]) -> None:
-        """Copy the gradients of the pairs (job, stage) to the host. A stage has one backward per round, so a
-        copied gradient is the whole one of the round."""
+        """Copy the gradients of the pairs (job, stage) to the host and set them to zero on the device. A
+        stage has a single backward in every round (one global batch of every job), so a copied gradient is
+        complete."""
         pairs = list(pairs)
         for job, stage in self._find_gradients(pairs):
             adapter = self.adapters[job]
@@ -224,14 +234,14 @@ class AdapterTransfers:
         self._device_gradients.difference_update(pairs)
 
     def wait(self) -> None:
-        """Wait until the device has finished all launched work."""
+        """Block until the device has finished all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _stage_parts(layout: VectorLayout, part: WorkerLayout) -> Iterator[tuple[int, StagePart]]:
-    """Return pairs of a stage and the part of an adapter's flat vector with the stage's parameters. The part
-    is contiguous, since the vector is in the order of layers."""
+    """Return pairs of a stage and the range of an adapter's flat vector that holds the stage's parameters.
+    The range is contiguous, since the vector is in the order of layers."""
     homes = [stage for stage, layers in enumerate(part.stages) for _ in range(layers.start, layers.stop)]
     parts: dict[int, StagePart] = {}
     at = 0

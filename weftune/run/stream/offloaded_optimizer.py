@@ -1,9 +1,9 @@
-"""Adapters whose master weights and moments live in host memory. The weights that passes read and the
-gradients that they add to stay on the device.
+"""Adapters whose master weights and moments live in host memory. The weights that passes read, and the
+gradients to which passes add, stay on the device.
 
-For an optimizer step (Step), master weights and moments are copied to the device in pieces and updated there
-by the same kernel as those of resident adapters, which also writes the new weights that passes read. Then
-they are copied back (`adapter_steps.py`).
+For an optimizer step (Step), master weights and moments are copied to the device in pieces. There the kernel
+that also updates resident adapters updates them and writes the new weights that passes read. Then the pieces
+are copied back (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -30,7 +30,7 @@ STAGE = 0
 class OffloadedOptimizer:
     def __init__(self, adapted: AdaptedBase, apply_updates: ApplyUpdates = update) -> None:
         """Create the store for the adapters of `adapted`. `apply_updates` is the function that applies
-        updates on the device."""
+        optimizer updates on the device."""
         self._adapted, self._resident = adapted, ResidentAdapters(adapted)
         self.roster = self._resident.roster
         self.device, self.home = adapted.base.device, torch.device("cpu")
@@ -66,8 +66,8 @@ class OffloadedOptimizer:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the optimizer steps (Steps) of `jobs` before a pass that includes these jobs. Return whether
-        the device may have to wait for that."""
+        """Finish the optimizer steps of `jobs` before a pass of these jobs. Return whether the device may
+        have to wait for the steps."""
         if self._steps_underway is None:
             return False
         pairs: list[JobStage] = [(job, STAGE) for job in jobs]
@@ -80,12 +80,13 @@ class OffloadedOptimizer:
         return True
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
-        """Start all Steps that have not been started, concurrently with the pass launched last."""
+        """Start all requested optimizer steps that have not been started, concurrently with the pass launched
+        last."""
         if self._steps_underway is not None:
             self.steps.start(self.steps.all_pending_pairs())
 
     def record_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Do nothing, because gradients stay on the device."""
+        """Do nothing, because gradients stay on the device and need not be copied."""
 
     def prepare_eviction(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays")
@@ -103,7 +104,7 @@ class OffloadedOptimizer:
         return self._resident.sums(training)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register optimizer steps. Steps of jobs in the next pass are made just before the pass, and all
+        """Register optimizer steps. Steps of jobs in the next pass are made just before that pass, and all
         others during it."""
         return self._begin_steps(requests, gradient_norms([request.training.state for request in requests]))
 
@@ -118,7 +119,7 @@ class OffloadedOptimizer:
         return self._steps_underway
 
     def _finish_steps(self) -> None:
-        """Finish the requested Steps, and start to copy their outcomes to the host."""
+        """Finish the requested optimizer steps, and start to copy their outcomes to the host."""
         if (underway := self._steps_underway) is not None:
             with underway.count_time():
                 self._finish_all_steps()
@@ -126,15 +127,15 @@ class OffloadedOptimizer:
             self._steps_underway = None
 
     def _finish_all_steps(self) -> None:
-        """Make all registered optimizer steps, after which all optimizer state is on the host."""
+        """Finish all registered optimizer steps, and wait until all optimizer state is on the host."""
         with self._adapted.on_stream():
             self.steps.start(self.steps.all_pending_pairs())
         self.steps.wait()
 
 
 def _offload_state(state: AdamState, device: torch.device) -> AdamState:
-    """Return a copy of the state: master weights and moments in page-locked host memory, all else on the
-    device."""
+    """Return a copy of the state, with master weights and moments in page-locked host memory, and the rest on
+    the device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)
     master, exp_avg, exp_avg_sq = (to.copy_(vector) for to, vector in zip(home, optimizer, strict=True))

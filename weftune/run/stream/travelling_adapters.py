@@ -1,6 +1,7 @@
 """Adapters that live in host memory. Weights are loaded with their stage, and gradients are evicted with it.
-Optimizer steps (Steps) are made piece by piece: those of a stage are made before its first pass in the next
-round.
+
+Optimizer steps (Steps) are made piece by piece: the parameters of a stage are updated before the first pass
+over that stage in the next round (one global batch of every job).
 
 Shapes: J jobs.
 """
@@ -45,11 +46,11 @@ class TravellingAdapters:
         self.steps = HostSteps(base.device, apply_updates, self.transfers.device_weights)
         self.home = torch.device("cpu")
         self._unsent_stage: int | None = None
-        """Stage of the last pass, if that was a backward whose gradients have not been sent to the host. None
-        otherwise."""
+        """Stage of the last pass, if that pass was a backward whose gradients have not been sent to the host.
+        None otherwise."""
         self._sent_event: torch.cuda.Event | None = None
-        """Event after which the last gradients of resident stages have been copied to the host. None once the
-        compute stream has waited for the event."""
+        """CUDA event after which the last gradients of resident stages have been copied to the host. None
+        once the compute stream has waited for the event."""
         self._steps_underway: StepsUnderway | None = None
         weights.set_callbacks(self._load_adapters, self.transfers.evict)
 
@@ -96,8 +97,8 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def make_readable(self, stage: int, jobs: Collection[str], before_backward: bool) -> bool:
-        """Finish the Steps of `jobs` in the stage before a pass. Return whether the device may have to wait
-        for that. `before_backward` is True if the pass is a backward."""
+        """Finish the optimizer steps of `jobs` in the stage before a pass. Return whether the device may have
+        to wait for the steps. `before_backward` is True if the pass is a backward."""
         if self._steps_underway is not None and not self._steps_underway.is_used:
             stepping = {request.training.job for request in self._steps_underway.requests}
             self._steps_underway.is_used = not stepping.isdisjoint(jobs)
@@ -115,7 +116,7 @@ class TravellingAdapters:
     def _send_gradients(self, stage: int) -> None:
         """Copy the gradients of a stage to the host, concurrently with the passes of other stages. The
         stage's backward must be finished. A resident stage is never evicted, so without this copy the next
-        Step would have to wait until all of its gradients are copied."""
+        optimizer step would have to wait for all of its gradients."""
         self.transfers.sum_squares(stage)
         if (lanes := self.steps.ring.lanes) is None:
             self.transfers.copy_gradients_out(stage)
@@ -126,15 +127,16 @@ class TravellingAdapters:
             self._sent_event = lanes.copy_out.record_event()
 
     def _wait_for_gradients(self) -> None:
-        """Make the current stream wait for the copy of the gradients, so that they may be overwritten."""
+        """Make the current CUDA stream wait for the last copy of gradients to the host, so that the gradients
+        may be overwritten."""
         if self._sent_event is not None:
             torch.cuda.current_stream().wait_event(self._sent_event)
             self._sent_event = None
 
     def prepare_next_passes(self, stage: int, jobs: Collection[str]) -> None:
-        """Start unfinished Steps of a stage and of this worker's next stage while the device runs a pass over
-        the stage. The Steps of all jobs are started, those of `jobs` first. The next stage is skipped if it
-        is not on the device yet."""
+        """Start unfinished optimizer steps for a stage and for this worker's next stage while the device runs
+        a pass over the stage. The steps of all jobs are started, those of `jobs` first. The next stage is
+        skipped if it is not on the device yet."""
         everybody = dict.fromkeys((*jobs, *self.roster.trainings))
         at = self._part.own_stages.index(stage)
         for one in self._part.own_stages[at : at + 2]:
@@ -152,7 +154,8 @@ class TravellingAdapters:
         self._unsent_stage = None
 
     def _load_adapters(self, stage: int) -> None:
-        """Load the adapters of a stage with the stage. Weights that are still to be updated are left out."""
+        """Load the adapters of a stage together with the stage. Weights that an optimizer step is still to
+        update are left out."""
         self.steps.wait_for_stage(stage)
         self.transfers.load_weights(stage, self.steps.is_unfinished)
 
@@ -160,19 +163,20 @@ class TravellingAdapters:
 
     @property
     def needs_previous_outcome(self) -> bool:
-        """Whether the outcomes of earlier optimizer steps (Steps) must be read before further Steps are
-        requested. This is so if a pass has included one of their jobs; the Steps are finished by then, so
-        reading their outcomes does not block."""
+        """Whether the outcomes of earlier optimizer steps must be read before further steps are requested.
+        True if a pass has included a job of these steps; the steps are finished by then, so reading their
+        outcomes does not block."""
         return self._steps_underway is not None and self._steps_underway.is_used
 
     def needs_step_outcome(self, stage: int) -> bool:
-        """Return whether outcomes of Steps must be known before an evaluation of the stage. This is so for
-        the last stage, where a job whose Step failed has no loss."""
+        """Return whether the outcomes of optimizer steps must be known before an evaluation runs over the
+        stage. True for the last stage, where no loss may be computed for a job whose step failed."""
         return stage + 1 == len(self._part.stages)
 
     def step(self, requests: Sequence[StepRequest]) -> StepsUnderway:
-        """Register Steps. Each is made just before the pass of the next round that needs it, concurrently
-        with the previous stage. Outcomes that have not been read yet are read together."""
+        """Register optimizer steps. The parameters of each stage are updated just before the first pass that
+        reads them, concurrently with a pass over the previous stage. Outcomes that have not been read yet are
+        read together."""
         if self._steps_underway is None:
             self._steps_underway = StepsUnderway(self._adapted.base.device, self._finish_steps)
         jobs = [request.training.job for request in requests]
@@ -200,7 +204,7 @@ class TravellingAdapters:
         self.transfers.copy_all_gradients_out(jobs)
 
     def _finish_steps(self) -> None:
-        """Finish the requested Steps, and start to copy their outcomes to the host."""
+        """Finish the requested optimizer steps, and start to copy their outcomes to the host."""
         if self.steps.all_pending_pairs():
             with self._count_waiting():
                 self._finish_all_steps()
@@ -214,7 +218,7 @@ class TravellingAdapters:
         self._steps_underway = None
 
     def _finish_all_steps(self) -> None:
-        """Finish all Steps, and wait until their state is on the host."""
+        """Finish all registered optimizer steps, and wait until their state is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_pending_pairs(), key=itemgetter(1)):
                 self.steps.start(list(pairs), self._weights.writable_events(stage))
@@ -222,8 +226,8 @@ class TravellingAdapters:
 
     @contextmanager
     def _count_waiting(self) -> Iterator[None]:
-        """Add the time in the context to the waiting time of the device, which has nothing else to
-        compute."""
+        """Return a context whose time counts as waiting time of the device, which has nothing else to
+        compute, and as time of the optimizer steps."""
         with (
             self._steps_underway.count_time() if self._steps_underway is not None else nullcontext(),
             self._weights.count_waiting(),

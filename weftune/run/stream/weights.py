@@ -1,5 +1,5 @@
 """Copies of the stages of a streamed base into slots on the device (Load) and their eviction (Evict),
-concurrently with compute. Streamed stages take turns in a slot.
+concurrently with compute. A slot is device memory in which several stages take turns.
 
 Copies go through one queue in the order of the Program's Loads, which is the order in which the stages are
 needed. A slot is overwritten only when the device no longer needs its content.
@@ -19,21 +19,25 @@ from weftune.run.measure.timers import WaitTime, recorded_event
 from weftune.run.stream.adapter_steps import Events
 
 EVICTED_BYTE = 0xFF
-"""Byte that fills a slot whose stage has been evicted, if a CPU acts as the device. It is NaN in every
-format, so that reading an evicted stage is noticed."""
+"""Value of the bytes with which a slot (the device memory of a stage) is filled after its stage has been
+evicted, if a CPU acts as the device. It is NaN in every format, so that reading an evicted stage is
+noticed."""
 
 StageCallback = Callable[[int], None]
-"""Function that is called with a stage's index and launches work on the stream that copies the stage."""
+"""Function that is called with a stage's index when the stage is loaded or evicted. It launches work on the
+stream that copies the stage."""
 
 
 class ResidentWeights:
-    """The weights of a base that stays on the device. Nothing is loaded or evicted."""
+    """The part of an executor that provides the weights of a base that stays on the device. Nothing is loaded
+    or evicted."""
 
     def __init__(self) -> None:
         self.wait_time = WaitTime()
 
     def begin_window(self) -> None:
-        """Load the stages that must be on the device when a window begins."""
+        """Load the stages that must be on the device when a Program begins. A resident base is always
+        loaded."""
 
     def load(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays, and is not brought")
@@ -42,30 +46,31 @@ class ResidentWeights:
         raise AssertionError(f"stage {stage} stays, and does not go")
 
     def make_readable(self, stage: int) -> bool:
-        """Make the stage readable by the device, and return whether the device may have to wait for it."""
+        """Make the stage's weights readable by the device, and return whether the device may have to wait for
+        them."""
         return False
 
 
 class StreamedWeights:
-    """The weights of a streamed base. Resident stages stay on the device; others are loaded into slots and
-    evicted."""
+    """The part of an executor that provides the weights of a streamed base. Resident stages stay on the
+    device; others are loaded into slots, which stages share in turn, and evicted."""
 
     def __init__(self, base: StreamedBase) -> None:
         self.base = base
         self.loaded_stages: set[int] = set()
-        """Streamed stages that are loaded now, or are being loaded."""
+        """Streamed stages that are on the device now, or are being copied there."""
         self.wait_time = WaitTime()
         self.on_load: StageCallback = lambda stage: None
         self.on_evict: StageCallback = lambda stage: None
         self._queue: _GpuQueue | None = None
-        """Queue of copies on a GPU. None if a CPU acts as the device: then every copy is made at once."""
+        """Queue of copies on a GPU. None if a CPU acts as the device; then every copy is made at once."""
         if base.whole.device.type == "cuda":
             read = any(source.blocks for source in base.sources.values())
             self._queue = _GpuQueue(self, _StageReader(self) if read else None)
 
     def set_callbacks(self, on_load: StageCallback, on_evict: StageCallback) -> None:
-        """Register functions that are called at every Load and every Evict with the stage's index, on the
-        CUDA stream of its copies."""
+        """Register functions that are called with the stage's index at every Load and every Evict, on the
+        CUDA stream that copies the stage."""
         self.on_load, self.on_evict = on_load, on_evict
 
     def load(self, stage: int) -> None:
@@ -91,7 +96,8 @@ class StreamedWeights:
         self.base.slot(stage).fill_(EVICTED_BYTE)
 
     def make_readable(self, stage: int) -> bool:
-        """Make the stage readable by the device, and return whether the device may have to wait for it."""
+        """Make the stage's weights readable by the device, and return whether the device may have to wait for
+        them."""
         if not self.base.part.stages[stage].is_resident:
             assert stage in self.loaded_stages, f"stage {stage} is used but was not brought"
             if self._queue is not None:
@@ -99,19 +105,19 @@ class StreamedWeights:
         return True
 
     def mark_step(self) -> Events:
-        """Return events after which everything sent to the host until now has arrived, and all passes
-        launched until now are finished. Called when a Step is requested."""
+        """Return CUDA events after which everything sent to the host until now has arrived there, and all
+        passes launched until now are finished. Called when an optimizer step (Step) is requested."""
         return () if self._queue is None else self._queue.mark_step()
 
     def writable_events(self, stage: int) -> Events:
-        """Return events after which a stage's adapter weights may be overwritten by the Step that was
-        requested with the last `mark_step`. No pass may have read the stage's weights since then."""
+        """Return CUDA events after which a stage's adapter weights may be overwritten by the optimizer step
+        for which `mark_step` was called last. No pass over the stage may have been launched since then."""
         return () if self._queue is None else self._queue.writable_events(stage)
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Add the time in the context to the waiting time of the device, except the time in which the device
-        is still busy."""
+        """Return a context whose time counts as waiting time of the device, except the time in which the
+        device still computes earlier work."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -122,8 +128,8 @@ class StreamedWeights:
         self.wait_time.record_wait(ready, recorded_event())
 
     def begin_window(self) -> None:
-        """Load the stages that must be on the device when a window begins. An unfinished window may have left
-        other stages loaded."""
+        """Load the stages that must be on the device when a Program begins, and evict others that an
+        unfinished Program has left there."""
         waiting = set(self.base.part.initial_stages)
         for stage in sorted(self.loaded_stages - waiting):
             self.evict(stage)
@@ -133,30 +139,35 @@ class StreamedWeights:
             self.load(stage)
 
     def copy_stage(self, stage: int) -> None:
-        """Copy a stage's bytes from host memory or files into its slot."""
+        """Copy a stage's bytes from host memory or files into the stage's slot, device memory in which stages
+        take turns."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
 
 class _GpuQueue:
-    """CUDA streams for Loads and Evicts, and events between them and the compute stream."""
+    """CUDA streams for copies to the device (Loads) and evictions (Evicts), and events that order them with
+    the compute stream."""
 
     def __init__(self, weights: StreamedWeights, reader: _StageReader | None) -> None:
-        """Create the streams. If `reader` is None, stages are copied on the stream of Loads; otherwise a
-        thread reads them."""
+        """Create the streams. If `reader` is None, stages are copied on the stream of Loads; otherwise the
+        reader's thread reads and copies them."""
         device = weights.base.whole.device
         self._weights, self._reader = weights, reader
         self._load_stream, self._evict_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free_slots: dict[int, torch.cuda.Event] = {}
-        """Maps each slot to an event after which its content is no longer needed."""
+        """Maps each slot (device memory that stages share in turn) to a CUDA event after which its content is
+        no longer needed."""
         self._adapter_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each loaded stage to the event at which its adapters arrived. The entry is removed when the
-        stage is first used."""
+        """Maps each loaded stage that has not been used yet to the CUDA event at which its adapters
+        arrived."""
         self._last_arrivals: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to the event of its adapters' latest arrival, until the stage is loaded again."""
+        """Maps each stage to the CUDA event of its adapters' latest arrival on the device."""
         self._write_events: dict[int, torch.cuda.Event] = {}
-        """Maps each stage to an event after which the adapters in its slot are no longer read."""
+        """Maps each stage to a CUDA event after which the last optimizer step may overwrite the stage's
+        adapters on the device, since no earlier pass or copy uses that memory any longer."""
         self._last_step: torch.cuda.Event | None = None
-        """Event after which the last pass before the last Step is finished."""
+        """CUDA event after which all passes launched before the last optimizer step was requested are
+        finished."""
 
     def load(self, stage: int, slot: int) -> None:
         # If no stage has been evicted from it yet, room for adapters there may still be being allocated.
@@ -190,8 +201,8 @@ class _GpuQueue:
         self._weights.wait_time.record_wait(ready, there)
 
     def wait_for_compute(self) -> None:
-        """Make Loads wait for the compute stream: the weights of a job attached since a slot was freed may
-        still be being copied into that slot."""
+        """Make the stream of Loads wait for the compute stream, which may still be copying the weights of a
+        newly attached job to the memory of a stage."""
         self._load_stream.wait_stream(torch.cuda.current_stream())
 
     def mark_step(self) -> Events:
@@ -203,8 +214,9 @@ class _GpuQueue:
         return evicted, self._last_step
 
     def writable_events(self, stage: int) -> Events:
-        """Return the events after which the stage's adapters may be overwritten. Since the last Step, the
-        stage may have been loaded into a slot from which another stage's adapters are still read."""
+        """Return the CUDA events after which the stage's adapters may be overwritten by an optimizer step.
+        Since the last step was requested, the stage may have been loaded into device memory from which
+        another stage's adapters are still read."""
         events = (self._last_step, self._write_events.get(stage))
         return tuple(event for event in events if event is not None)
 
@@ -218,13 +230,15 @@ class _StageReader:
         self._copy_stream = torch.cuda.Stream(weights.base.whole.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
-        """Maps each stage to its arrival event, available once all of its copies have been started."""
+        """Maps each stage that is being read to a future of the CUDA event of its arrival. The future is done
+        once all copies of the stage have been started."""
 
     def start(self, stage: int, free_event: torch.cuda.Event) -> None:
         self._reads[stage] = self._thread.submit(self._read, stage, free_event)
 
     def arrival_event(self, stage: int) -> torch.cuda.Event:
-        """Return the event after which the stage has arrived. Blocks until all its copies are started."""
+        """Return the CUDA event after which the stage has arrived on the device. Blocks until all copies of
+        the stage have been started."""
         return self._reads.pop(stage).result()
 
     def _read(self, stage: int, free_event: torch.cuda.Event) -> torch.cuda.Event:

@@ -7,9 +7,9 @@ synced, then renamed. The data order, the schedule and the dropout are functions
 random state is saved. The last two checkpoints are kept: if the newer one is corrupt, the older one is used.
 
 Every worker of a pipeline writes a slice: a file with the tensors of its stages. The first worker, to which
-all slices are reported, writes the state and renames the folder; until then it is not read. A checkpoint of
-one file or of several slices can be read with any number of stages, since parameters are found by their
-module and name.
+all slices are reported, writes the state and renames the folder; until then the checkpoint is not read. A
+checkpoint of one file or of several slices can be read with any number of stages, since parameters are found
+by their module and name.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
 def finish(
     folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
 ) -> Path:
-    """Complete a checkpoint from the slices of all workers: write state and checksums, and rename its folder.
-    `slices` maps each worker to its slice. Return the path."""
+    """Complete a checkpoint from the slices (tensor files) of all workers: write state and checksums, and
+    rename its folder. `slices` maps each worker to its slice. Return the path of the checkpoint."""
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     ordered = [slices[worker] for worker in sorted(slices)]
     contents = {
@@ -99,7 +99,8 @@ def finish(
 
 
 def drop_partial(folder: Path) -> None:
-    """Remove incomplete checkpoints that a killed run left in `folder`. No process may be writing there."""
+    """Remove incomplete checkpoints that a killed run has left in `folder`. No process may be writing
+    checkpoints there."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -111,7 +112,8 @@ def write_state(
     contents: Mapping[str, Any],
     checksums: Mapping[str, str],
 ) -> None:
-    """Write the state file and the checksum file. `checksums` maps names of tensor files to their SHA-256."""
+    """Write the state file and the checksum file of a checkpoint. `checksums` maps the names of the tensor
+    files to their SHA-256."""
     state = {"format": FORMAT, "progress": asdict(progress), "seed": seed, **contents}
     content = json.dumps(state).encode()
     write_synced(partial_folder / STATE, content)
@@ -141,7 +143,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def has_progress(folder: Path, progress: Progress) -> bool:
-    """Return whether `folder` has an intact checkpoint with exactly this progress."""
+    """Return whether `folder` has an intact checkpoint with exactly this progress of the job."""
     there = _read(final_folder(folder, progress.step))
     return there is not None and there.progress == progress
 
@@ -179,7 +181,7 @@ def restore(folder: Path, training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSurvey:
-    """The result of a search for a job's checkpoints."""
+    """The result of a search for the checkpoints of one job."""
 
     progress: Progress | None
     """Progress of the newest intact checkpoint. None if there is none."""
@@ -203,8 +205,8 @@ def newest_progress(folder: Path) -> Progress | None:
 
 
 def rename_damaged(damaged_paths: Iterable[Path]) -> None:
-    """Rename damaged checkpoints, so that they are not counted among the two that are kept. Their files are
-    not deleted."""
+    """Rename damaged checkpoints, so that they are not counted among the two checkpoints that are kept. Their
+    files are not deleted."""
     for path in damaged_paths:
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
@@ -220,17 +222,18 @@ def _checkpoints_newest_first(folder: Path) -> Iterator[Path]:
 class _Stored:
     progress: Progress
     layout: VectorLayout
-    """Layout of all parameters, those of all slices one after another."""
+    """Layout of all parameters in the checkpoint: the layouts of all slices (tensor files), one after
+    another."""
     vectors: Mapping[str, Tensor]
     """Maps names such as `master` to flat vectors over all parameters."""
     best_is_master: bool
-    """Whether the best weights equal the master weights. If so, slices have no copy of the best weights,
-    since they are written before the evaluation of their step."""
+    """Whether the best weights equal the master weights. If so, slices (tensor files) have no copy of the
+    best weights, since they are written before the evaluation of their step."""
 
 
 def _read(path: Path) -> _Stored | None:
-    """Return the checkpoint at `path` if it is complete and its checksums match, else None. Raise
-    UnknownFormat for a complete checkpoint in a newer format."""
+    """Return the content of the checkpoint at `path` if it is complete and its checksums match, else None.
+    Raise UnknownFormat for a complete checkpoint in a newer format."""
     try:
         sums = (path / SUMS).read_bytes()
         names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]

@@ -1,4 +1,5 @@
-"""Learning-rate schedules, as in transformers. Steps are counted from 1."""
+"""Learning-rate schedules, which give the same values as the schedules of transformers. Optimizer steps are
+counted from 1."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ class Recipe:
     clip: float | None = 1.0
     seed: int = 0
     averaged_spans: tuple[tuple[int, int], ...] = ()
-    """Spans of steps, as (first step, last step), over each of which the master weights are averaged."""
+    """Spans of steps, each as (first step, last step). For each span, the mean of the master weights over its
+    steps is computed."""
     objective: ObjectiveSpec = SFT_SPEC
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the learning rate of a step. It rises linearly from 0 during warm-up, then decays to 0 as the
-    schedule says, or stays constant if the schedule is `constant`."""
+    """Return the learning rate of a step. It rises linearly from 0 during warm-up, then decays to 0 linearly
+    or along a cosine, or stays constant, as `recipe.schedule` says."""
     past = step - 1
     if past < recipe.warmup:
         return recipe.learning_rate * past / max(1, recipe.warmup)

@@ -1,8 +1,8 @@
 """Snapshots of jobs' training states in host memory, written to checkpoints while training continues.
 
 A GPU copies a state asynchronously, on a separate stream, into page-locked memory that is reused. The job's
-next step waits for the copy on the device; the host does not wait. Snapshots take a bounded number of bytes:
-a request for one more waits until another has been written.
+next step waits for the copy on the device; the host does not wait. The total size of snapshots is bounded: a
+request that would exceed it waits until another snapshot has been written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weftune.run.training.state import Progress, Training
 
 MAX_BYTES = 8 << 30
 HOST_FRACTION = 1 / 8
-"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If a CPU trains, snapshots
-use memory that plans leave free (`CPU_FRACTION` in run/measure/memory.py)."""
+"""Fraction of the host's free memory that snapshots may use, up to `MAX_BYTES`. If training runs on a CPU,
+snapshots use memory that plans leave free (`CPU_FRACTION` in run/measure/memory.py)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -41,8 +41,8 @@ class Snapshot:
     """Maps the name of each vector in a checkpoint to the vector: the master weights, the moments, the best
     weights, the mean of the last weights."""
     memory: Tensor | None = None
-    """Memory that holds all vectors, if it belongs to a pool to which it is returned after use. None
-    otherwise."""
+    """Host memory that holds all vectors and is returned to a pool after use. None if the vectors are not in
+    a pool's memory."""
     copied_event: torch.cuda.Event | None = None
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -53,8 +53,8 @@ class Snapshot:
 
 
 def make_snapshot(training: Training, vectors: Mapping[str, Tensor] | None = None) -> Snapshot:
-    """Return a snapshot with these vectors, by default with all vectors of a checkpoint. Vectors on the host
-    are not copied, so they must not change before they are written."""
+    """Return a snapshot of these vectors, by default of all vectors that a checkpoint stores. Vectors on the
+    host are not copied, so they must not change before they are written."""
     vectors = vectors or {name: value.cpu() for name, value in checkpoint_vectors(training).items()}
     return Snapshot(training.job, copy(training.progress), training.adapter.seed, training.layout, vectors)
 
@@ -67,7 +67,7 @@ def weights_snapshot(training: Training) -> Snapshot:
 
 def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
     """Return a dict from name to vector of everything that a job's checkpoint stores. It has no moments if
-    the job was assembled from several workers."""
+    the job's state was assembled from several workers."""
     found = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best_weights is not None:
         found["best"] = training.best_weights
@@ -78,19 +78,20 @@ def checkpoint_vectors(training: Training) -> dict[str, Tensor]:
 
 class Snapshots:
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
-        """Create an empty pool of host memory. `device` is the device that trains."""
+        """Create an empty pool of host memory for snapshots. `device` is the device on which jobs train.
+        `max_bytes` is the maximum size of the pool in bytes; None derives it from the host's free memory."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MAX_BYTES, int(psutil.virtual_memory().available * HOST_FRACTION))
         self._used_bytes = 0
         self._free_memory: dict[int, list[Tensor]] = {}
-        """Maps a number of bytes to unused page-locked memory of that size. The memory is kept because
-        page-locking is slow."""
+        """Maps a size in bytes to unused blocks of page-locked memory of that size. The blocks are kept
+        because page-locking is slow."""
         self._free_bytes = 0
         self._changed = threading.Condition()
 
     def take_snapshot(self, training: Training) -> Snapshot:
-        """Return a snapshot of the job's state after all work launched on the device so far."""
+        """Return a snapshot of the job's state after all work that has been launched on the device so far."""
         vectors = checkpoint_vectors(training)
         memory = self._take_memory(sum(map(_aligned_bytes, vectors.values())))
         copies, start = {}, 0
@@ -103,7 +104,7 @@ class Snapshots:
         return replace(make_snapshot(training, copies), memory=memory, copied_event=copied)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Release the snapshot's memory for reuse."""
+        """Return the snapshot's memory to the pool."""
         assert snapshot.memory is not None
         with self._changed:
             self._used_bytes -= len(snapshot.memory)
@@ -112,7 +113,8 @@ class Snapshots:
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
-        """Allocate page-locked memory of this many bytes in advance, if `max_bytes` allows it."""
+        """Allocate page-locked memory of `size` bytes in advance, if `max_bytes` allows it. Do nothing on a
+        CPU."""
         with self._changed:
             if self._stream is None or self._allocated_bytes + size > self.max_bytes:
                 return
@@ -167,8 +169,8 @@ class Snapshots:
 
 
 def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
-    """Return the size in bytes of the job's largest possible snapshot. It includes the mean of the weights if
-    the job has one, and the best weights if `keeps_best`."""
+    """Return the maximum size in bytes of a snapshot of the job. It includes the mean of the weights if the
+    job has one, and the best weights if the job has them or `keeps_best`."""
     found = checkpoint_vectors(training)
     later = {"best": keeps_best, "mean": training.mean_weights is not None}
     more = sum(1 for name, comes in later.items() if comes and name not in found)
@@ -180,8 +182,8 @@ def _aligned_bytes(vector: Tensor) -> int:
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
-    """Return host memory for copies from `device`. It is page-locked for a GPU if the system permits that;
-    otherwise copies block."""
+    """Return host memory for copies from `device`. For a GPU it is page-locked if the system permits that;
+    otherwise copies to it block."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:

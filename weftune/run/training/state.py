@@ -1,8 +1,6 @@
 """The training state of attached jobs: master weights, their mean if a sweep requests it, moments,
-accumulated gradients and progress.
-
-All parameters of an adapter live in one flat vector, so a step consists of a few vector operations.
-"""
+accumulated gradients and progress. All parameters of an adapter live in one flat vector, so an optimizer step
+consists of a few vector operations."""
 
 from __future__ import annotations
 
@@ -27,25 +25,25 @@ NORM_EPSILON = 1e-6
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a job, saved in every checkpoint."""
+    """The progress of a job (its step and the results of its evaluations), saved in every checkpoint."""
 
     step: int = 0
     trained_tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
     best_score: float | None = None
-    """Value of the job's own metric at `best_step`. None if evaluations are compared by their loss."""
+    """Value of the job's own metric at step `best_step`. None if evaluations are compared by their loss."""
     stale: int = 0
-    """Number of consecutive evaluations that did not improve enough on the best one."""
+    """Number of evaluations since the last one that improved enough on the best."""
     evaluated: int = -1
-    """Step of the last evaluation. −1 if there has been none."""
+    """Optimizer step of the last evaluation. −1 if there has been none."""
     evaluated_loss: float | None = None
     """Validation loss of the last evaluation that the job itself requested."""
     evaluated_score: float | None = None
     """Value of the job's own metric at the last evaluation that the job itself requested. None if the job has
     no metric."""
     averaged: int = 0
-    """Number of steps whose master weights the mean includes; 0 if there is no mean."""
+    """Number of steps over which the mean of the master weights has been taken. 0 if there is no mean."""
 
 
 @dataclass(slots=True)
@@ -55,9 +53,10 @@ class OpenBatch:
     loss: Tensor
     correct: Tensor
     tokens: int = 0
-    """Number of rows so far, of prompts and completions together."""
+    """Number of rows that have run so far, of prompts and completions together."""
     metrics_M: Tensor | None = None
-    """Sums of the metrics of the job's objective so far. None if this worker has no metrics."""
+    """Sums of the metrics of the job's objective over the microbatches that have run. None if this worker
+    computes no metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +73,20 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSums:
-    """Sums over held-out samples of one job, evaluated with the weights after step `step`."""
+    """Sums over held-out samples of one job, evaluated with the weights after the optimizer step `step`."""
 
     job: str
     step: int
     loss: float
     correct: int
     tokens: int
-    """Number of supervised tokens, of which the model predicted `correct` correctly."""
+    """Number of supervised tokens in the samples. The model predicted `correct` of them correctly."""
     count: int
     """Number of tokens, samples or pairs over which the loss and the metrics are summed."""
     metrics: tuple[float, ...] = ()
     maxima: int = 0
-    """Number of metrics, at the end of `metrics`, that are maxima over the samples. All others are sums."""
+    """Number of metrics, at the end of `metrics`, that are maxima over the samples. All other metrics are
+    sums."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(
@@ -109,7 +109,8 @@ class EvaluationSums:
         return len(self.metrics) - self.maxima
 
     def mean_metrics(self) -> list[float]:
-        """Return the means of metrics that are sums, and the values of metrics that are maxima, in order."""
+        """Return the value of each metric over all evaluated samples: the mean of a metric that was summed,
+        and the maximum of a metric that is a maximum."""
         return [total / self.count for total in self.metrics[: self._sum_count]] + [
             *self.metrics[self._sum_count :]
         ]
@@ -123,13 +124,14 @@ class Training:
     state: AdamState
     progress: Progress = field(default_factory=Progress)
     best_weights: Tensor | None = None
-    """Master weights at the best evaluation, if the job keeps them."""
+    """Master weights at the best evaluation so far. None if the job does not keep them."""
     mean_weights: Tensor | None = None
-    """Mean of the master weights after the last `progress.averaged` steps, if the recipe requests it. Sweeps
-    evaluate this mean at their rungs (the steps at which trials are compared)."""
+    """Mean of the master weights after the last `progress.averaged` steps. None unless the recipe requests
+    it, for a sweep that compares trials by this mean."""
     open_batch: OpenBatch | None = None
     snapshot_copied_event: torch.cuda.Event | None = None
-    """Event after which the copy of a snapshot is complete. None if no copy can still be running."""
+    """CUDA event after which the copy of the last snapshot to the host is complete. None if no copy can still
+    be running."""
 
     @property
     def job(self) -> str:
@@ -144,8 +146,8 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """Return the next optimizer step, with the factor that clips the gradient, whose norm is `norm`. The
-        device is made to wait until a running copy of a snapshot is complete."""
+        """Return the update of the next optimizer step, with the factor that clips the gradient, whose norm
+        is `norm`. The device is made to wait until a running copy of a snapshot is complete."""
         if self.snapshot_copied_event is not None:
             torch.cuda.current_stream(self.master.device).wait_event(self.snapshot_copied_event)
             self.snapshot_copied_event = None
@@ -167,7 +169,8 @@ class Training:
     def collect(
         self, segment: Segment, loss: Tensor, correct: Tensor, metrics_M: Tensor | None = None
     ) -> None:
-        """Add a microbatch's loss, correct predictions and metrics to the open global batch."""
+        """Add the loss, correct predictions and metrics of this job's rows in a microbatch to the sums of the
+        job's unfinished global batch."""
         tokens, before = segment.tokens, self.open_batch
         if before is None:
             # Most batches are one microbatch: with a thousand jobs every saved launch counts.
@@ -183,8 +186,8 @@ class Training:
             )
 
     def update_mean(self) -> None:
-        """Include the latest step's master weights in the mean. No memory is allocated, so this cannot
-        fail."""
+        """Include the master weights after the latest step in the mean of the weights. No memory is
+        allocated, so this cannot fail."""
         if self.mean_weights is None:
             return
         progress, step = self.progress, self.progress.step
@@ -200,12 +203,13 @@ class Training:
 
     @property
     def evaluated_weights(self) -> Tensor:
-        """Weights that a sweep evaluates at a rung: the mean of the last weights, or the master weights if
-        there is no mean."""
+        """Weights with which a sweep (a search over hyperparameters) evaluates the job: the mean of the last
+        master weights, or the master weights if there is no mean."""
         return self.mean_weights if self.mean_weights is not None and self.progress.averaged else self.master
 
     def drop_open_batch(self) -> None:
-        """Drop the sums and the gradient of an unfinished global batch, as if no microbatch of it had run."""
+        """Drop the sums and the gradient of the unfinished global batch, as if none of its microbatches had
+        run."""
         self.gradient.zero_()
         self.open_batch = None
 
@@ -240,13 +244,14 @@ class Training:
 
 
 def _evaluation_order(loss: float, score: float | None) -> tuple[float, float]:
-    """Return a sort key of an evaluation. Better evaluations have smaller keys."""
+    """Return a sort key for an evaluation with this loss and score of the job's own metric. Better
+    evaluations have smaller keys."""
     return (loss, loss) if score is None else (-score, loss)
 
 
 class Roster:
-    """The training states of the attached jobs, and which of them have failed. All parts of an executor share
-    one roster."""
+    """The training states of the attached jobs, and the set of jobs that have failed. All parts of an
+    executor share one roster."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
@@ -254,7 +259,7 @@ class Roster:
         """Failed jobs, whose rows and actions in the Program are skipped."""
 
     def has_open_batch(self) -> bool:
-        """Return whether a global batch is open."""
+        """Return whether the global batch of any job is unfinished."""
         return any(training.open_batch is not None for training in self.trainings.values())
 
     def collect(
@@ -264,14 +269,14 @@ class Roster:
         correct: Sequence[Tensor],
         metrics: Sequence[Tensor | None],
     ) -> None:
-        """Add a microbatch's losses, correct predictions and metrics to the open global batches of its jobs,
-        except jobs that have failed."""
+        """Add a microbatch's losses, correct predictions and metrics to the sums of its jobs' unfinished
+        global batches, except for jobs that have failed."""
         for segment, loss, count, metrics_M in zip(segments, losses, correct, metrics, strict=True):
             if segment.job not in self.failed_jobs:
                 self.trainings[segment.job].collect(segment, loss, count, metrics_M)
 
     def drop_open_batches(self) -> None:
-        """Drop the open global batches, as if none of their microbatches had run."""
+        """Drop the unfinished global batches of all jobs, as if none of their microbatches had run."""
         for training in self.trainings.values():
             training.drop_open_batch()
 
@@ -288,13 +293,11 @@ def new_training(
     is_restored: bool = False,
 ) -> Training:
     """Return the training state of a job at step 0, with weights drawn from its seed or read from
-    `init_from`.
-
-    `sites` are the adapted linears. If they are those of one stage, `whole_sites` are those of the whole
-    base, which `init_from` must match. Weights are drawn on `draw_device`, by default `device`: a GPU is much
-    faster than the host. `frozen` returns the base's weights, from which some adapter kinds are initialised.
-    If `is_restored`, nothing is drawn.
-    """
+    `init_from`. `sites` are the linear layers that the adapter is attached to. If they are those of one
+    stage, `whole_sites` are those of the whole base, which `init_from` must match. Weights are drawn on
+    `draw_device`, by default `device`: a GPU is much faster than the host. `frozen` returns the base's
+    weights, from which some adapter kinds are initialised. If `is_restored`, nothing is drawn, since a
+    checkpoint will be read."""
     kind = get_kind(adapter.spec.kind)
     layout = adapter_layout(adapter.spec, sites)
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)

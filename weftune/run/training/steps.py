@@ -1,6 +1,6 @@
 """Optimizer steps of all jobs whose global batch is complete.
 
-On a GPU the device itself computes the clipping factor and refuses a step if the loss or the gradient is not
+On a GPU the device itself computes the clipping factor, and refuses a step if the loss or the gradient is not
 finite, so the host need not wait: `begin_steps` launches the steps, and their outcomes are read later.
 
 Shapes: J jobs.
@@ -26,8 +26,8 @@ from weftune.run.training.state import NORM_EPSILON, OpenBatch, StepOutcome, Tra
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """A request for a job's optimizer step: its training state, whose open batch is complete, and the number
-    of supervised tokens in that batch."""
+    """A request for a job's optimizer step: its training state, whose global batch is complete, and the
+    number of supervised tokens in that batch."""
 
     training: Training
     supervised_tokens: int
@@ -51,33 +51,37 @@ class BatchSums:
     norm: float
     correct: float
     metrics: Sequence[float] = ()
-    """Metrics of the job's objective, with zeros after the last one."""
+    """Values of the metrics of the job's objective, padded with zeros at the end."""
 
 
 @dataclass(slots=True, eq=False)
 class StepRun:
-    """Optimizer steps that were started together and whose outcomes are not known yet."""
+    """Optimizer steps of several jobs that were started together and whose outcomes are not known yet."""
 
     requests: tuple[StepRequest, ...]
     updates: tuple[Update, ...]
-    """Update of each job. It refers to the job's whole optimizer state."""
+    """Optimizer update of each job, which refers to the job's whole optimizer state."""
     tokens: tuple[int, ...]
     norm_J: Tensor
-    """Gradient norm of each job."""
+    """Norm of each job's gradient."""
     sums_JS: Tensor
-    """Result of `open_batch_sums`: loss, correct predictions and metrics of each job."""
+    """Sums over each job's global batch, as returned by `open_batch_sums`: loss, correct predictions and
+    metrics."""
     factor_J: Tensor | None
-    """Clipping factors on the device, if kernels make the updates. None if `updates` hold the factors."""
+    """Factors on the device by which gradients are clipped, if kernels make the updates. None if `updates`
+    hold the factors."""
     refusal_reasons: list[str | None] = field(init=False)
-    """For each job, the reason why its new weights cannot be used, or None. The list is set only if the host
+    """For each job, the reason why its new weights cannot be used, or None. Reasons are set only if the host
     makes the updates."""
     finite_flags: tuple[list[Tensor], ...] = field(init=False)
-    """For each job whose update is made in pieces, whether the new weights of each piece are finite."""
+    """For each job whose update is made in pieces (ranges of parameters), whether the new weights of each
+    piece are finite."""
     arrival_events: tuple[torch.cuda.Event, ...] = ()
-    """Events after which all gradients are on the host, if they are copied to it."""
+    """CUDA events after which all gradients are on the host. Empty if gradients are not copied to the
+    host."""
     _values_JV: Tensor | None = None
-    """Gradient norm, whether the new weights are finite, and `sums_JS`, for each job. They are on the host
-    once the event `_copied_event` is done."""
+    """For each job: gradient norm, whether the new weights are finite, then its row of `sums_JS`. The values
+    are on the host once the event `_copied_event` is done."""
     _copied_event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -85,12 +89,13 @@ class StepRun:
         self.finite_flags = tuple([] for _ in self.requests)
 
     def is_refused(self, job_index: int) -> bool:
-        """Return whether the host has refused a job's step. If kernels make the updates, the device decides
-        instead."""
+        """Return whether the host has refused a job's step because its loss or gradient is not finite. Always
+        False if kernels make the updates, since the device then decides."""
         return self.factor_J is None and self.updates[job_index].factor < 0.0
 
     def read(self, finite_J: Tensor) -> None:
-        """Start to copy the results to the host. Later work on this stream does not delay the copy."""
+        """Start to copy the results of the steps to the host. Work launched later on this CUDA stream does
+        not delay the copy."""
         self._values_JV = torch.cat([self.norm_J[:, None], finite_J[:, None].double(), self.sums_JS], dim=1)
         if self._values_JV.is_cuda:
             host_JV = torch.empty_like(self._values_JV, device="cpu", pin_memory=True)
@@ -98,7 +103,8 @@ class StepRun:
             self._copied_event = torch.cuda.current_stream().record_event()
 
     def outcomes(self) -> list[Outcome]:
-        """Return every step's outcome. If an outcome is a string, the job's weights must not be used."""
+        """Return the outcome of every step. If it is a string, the reason of a failure, the job's weights
+        must not be used."""
         assert self._values_JV is not None, "the results of these steps are not being read"
         if self._copied_event is not None:
             self._copied_event.synchronize()
@@ -123,17 +129,17 @@ class StepRun:
 
 
 class StepsUnderway:
-    """Requested optimizer steps whose outcomes are read together."""
+    """Optimizer steps that have been requested and whose outcomes will be read together."""
 
     def __init__(self, device: torch.device, finish: Callable[[], None] = lambda: None) -> None:
-        """Create the record of requested steps. `finish` completes the steps and starts reading their
-        results."""
+        """Create the record of requested steps. `finish` is a function that completes the steps and starts to
+        copy their results to the host."""
         self._device, self._finish = device, finish
         self.runs: list[StepRun] = []
         self.is_done = False
         """Whether the steps are already finished, so that reading their outcomes does not block."""
         self.is_used = False
-        """Whether a pass has included one of the jobs since their steps were requested."""
+        """Whether a pass has included one of the steps' jobs since the steps were requested."""
         self._watches: list[Stopwatch] = []
 
     @property
@@ -142,7 +148,7 @@ class StepsUnderway:
 
     @contextmanager
     def count_time(self) -> Iterator[None]:
-        """Add the device time of the context to the total time of these steps."""
+        """Return a context whose device time is added to the total time of these steps."""
         watch = Stopwatch(self._device)
         yield
         watch.mark()
@@ -159,8 +165,8 @@ class StepsUnderway:
 
 
 def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch.device) -> StepRun:
-    """Close the open batches and return their optimizer steps, which have not been made yet. `norm_J` are the
-    norms of the gradients."""
+    """Close the complete global batches of these requests, and return their optimizer steps, which have not
+    been made yet. `norm_J` are the norms of the gradients."""
     trainings = [request.training for request in requests]
     tokens = tuple(open_batch_tokens(training) for training in trainings)
     sums_JS = open_batch_sums(trainings)
@@ -179,7 +185,8 @@ def close_batches(requests: Sequence[StepRequest], norm_J: Tensor, device: torch
 
 
 def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
-    """Start the steps of all jobs whose loss and gradient are finite. The host does not wait for a GPU."""
+    """Start the optimizer steps of all jobs whose loss and gradient are finite. The host does not wait for a
+    GPU."""
     states = [request.training.state for request in requests]
     run = close_batches(requests, gradient_norms(states), states[0].master.device)
     if run.factor_J is not None:
@@ -193,8 +200,8 @@ def begin_steps(requests: Sequence[StepRequest]) -> StepRun:
 
 
 def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor) -> Tensor:
-    """Return the factor by which each gradient is clipped, in float64 [J]. It is negative if the step cannot
-    be made."""
+    """Return the factors by which the jobs' gradients are multiplied to clip them, in float64 [J]. A factor
+    is negative if the job's step cannot be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_JS[:, 0].isfinite() & norm_J.isfinite()
@@ -202,15 +209,16 @@ def clip_factors(trainings: Sequence[Training], sums_JS: Tensor, norm_J: Tensor)
 
 
 def batch_sums(training: Training) -> BatchSums:
-    """Return the sums over a job's open global batch. Waits for the device."""
+    """Return the sums over a job's complete global batch, whose optimizer step is still to be made. Waits for
+    the device."""
     norm_J = gradient_norms([training.state])
     norm, loss, correct, *metrics = torch.cat([norm_J, open_batch_sums([training])[0]]).tolist()
     return BatchSums(loss=loss, norm=norm, correct=correct, metrics=metrics)
 
 
 def open_batch_sums(trainings: Sequence[Training]) -> Tensor:
-    """Return loss, correct predictions and metrics of all open batches, as float64 [J, 2 + MAX_METRICS].
-    Metrics are padded with zeros. This takes only a few kernel launches."""
+    """Return loss, correct predictions and metrics of each job's current global batch, as float64 [J, 2 +
+    MAX_METRICS]. Metrics are padded with zeros. This takes only a few kernel launches."""
     batches = [_open_batch(training) for training in trainings]
     loss_J = torch.stack([batch.loss for batch in batches]).double()
     correct_J = torch.stack([batch.correct for batch in batches]).double()
@@ -232,7 +240,8 @@ def find_step_problem(training: Training, sums: BatchSums) -> str | None:
 
 
 def apply_update(job_update: Update) -> str | None:
-    """Apply an update and wait for the device. Return why the new weights cannot be used, or None."""
+    """Apply an optimizer update and wait for the device. Return the reason why the new weights cannot be
+    used, or None."""
     try:
         return None if bool(update([job_update])) else _not_finite_reason(job_update)
     except Exception as error:
@@ -243,7 +252,8 @@ def apply_update(job_update: Update) -> str | None:
 
 
 def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
-    """Make an optimizer step from the sums of its batch over all workers."""
+    """Make a job's optimizer step from the sums of its global batch over all workers, and return the
+    outcome."""
     training = request.training
     one = training.update(sums.norm)
     if (reason := apply_update(one)) is not None:
@@ -254,8 +264,8 @@ def make_step_from_sums(request: StepRequest, sums: BatchSums) -> Outcome:
 
 
 def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums) -> Outcome:
-    """Return the outcome of a step, with this worker's loss and accuracy replaced by those over all
-    workers."""
+    """Return the outcome of a step with the loss, accuracy and metrics in `sums`, which are over all workers,
+    instead of this worker's."""
     if isinstance(outcome, str):
         return outcome
     return replace(
@@ -267,8 +277,8 @@ def outcome_over_workers(outcome: Outcome, request: StepRequest, sums: BatchSums
 
 
 def _finish_step(request: StepRequest, sums: BatchSums, learning_rate: float, tokens: int) -> StepOutcome:
-    """Record a finished step in the job's progress, add its master weights to the mean if one is kept, and
-    return the outcome."""
+    """Record a finished step in the job's progress, include its master weights in their mean if one is kept,
+    and return the outcome."""
     progress = request.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -288,7 +298,7 @@ def _named_metrics(request: StepRequest, sums: BatchSums) -> dict[str, float]:
 
 
 def open_batch_tokens(training: Training) -> int:
-    """Return the number of rows in the job's open batch."""
+    """Return the number of rows that the job's current global batch has had so far."""
     return _open_batch(training).tokens
 
 
@@ -298,7 +308,7 @@ def _open_batch(training: Training) -> OpenBatch:
 
 
 def batch_totals(training: Training) -> Tensor:
-    """Return the sums of the job's open batch, in the dtype in which replicas exchange them."""
+    """Return the sums of the job's current global batch, in the dtype in which replicas exchange them."""
     return open_batch_sums([training])[0].to(training.master.dtype)
 
 

@@ -1,8 +1,8 @@
 """Writing of jobs' files while training continues: checkpoints from snapshots, and finished adapters.
 
 The files of one job are written in the order in which they were requested. Several threads hash and write the
-files of different jobs in parallel, so that hashing keeps up with the disk. A future is done only when
-everything is synced to disk and has its final name.
+files of different jobs in parallel, so that hashing keeps up with the disk. The future of a request is done
+only when everything is synced to disk and has its final name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 T = TypeVar("T")
 MIN_THREADS, MAX_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""Number of CPU cores for each writer thread. It is above 1 because a thread occupies one core only while it
+"""Number of CPU cores for each writer thread. It is above 1 because a thread occupies its core only while it
 hashes; with small files it mostly waits for the disk."""
 
 
@@ -42,17 +42,17 @@ class Writer:
     def __init__(
         self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
     ) -> None:
-        """Start the writer's threads. `device` is the device that trains, and `max_bytes` the maximum host
-        memory of snapshots."""
+        """Start the writer's threads. `device` is the device on which jobs train, and `max_bytes` the maximum
+        size in bytes of the host memory for snapshots."""
         self.snapshots = Snapshots(device, max_bytes)
         usual = max(MIN_THREADS, min(MAX_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads or usual, thread_name_prefix="writer")
         self._last_futures: dict[str, Future[Any]] = {}
-        """Maps each job to the future of its last unfinished request."""
+        """Maps each job to the future of its last request to write a file, until that request is done."""
         self._lock = Lock()
         self._failed_writes: deque[tuple[Snapshot, Exception]] = deque()
         """Checkpoints that could not be written since the last call of `take_unsaved`, with their errors.
-        They have a list of their own, since a scan of all pending requests after every step would be slow."""
+        They are collected separately, since a scan of all pending requests after every step would be slow."""
 
     def run(self, job: str, function: Callable[[], T]) -> Future[T]:
         """Call `function` in a writer thread once all earlier requests of this job are done. Return a future
@@ -77,7 +77,8 @@ class Writer:
                 del self._last_futures[job]
 
     def write(self, snapshot: Snapshot, function: Callable[[Snapshot], T]) -> Future[T]:
-        """Call `function` with a snapshot in a writer thread, then release the snapshot's memory."""
+        """Call `function` with a snapshot in a writer thread, then return the snapshot's memory to its
+        pool."""
         future = self.run(snapshot.job, partial(function, snapshot))
         future.add_done_callback(lambda _: self.snapshots.release(snapshot))
         return future
@@ -108,13 +109,14 @@ class Writer:
             wait([last])
 
     def forget(self, job: str) -> None:
-        """Cancel the latest request to write a file of this job, unless a thread has already begun it."""
+        """Cancel the latest request to write a file of this job, unless a thread has already begun to write
+        the file."""
         if (last := self._last_futures.get(job)) is not None:
             last.cancel()
 
     def close(self, cancels_waiting: bool = False) -> None:
         """Wait until everything is written. If `cancels_waiting`, wait only for writes that have begun, and
-        cancel the others."""
+        cancel all others."""
         self._threads.shutdown(wait=True, cancel_futures=cancels_waiting)
 
 

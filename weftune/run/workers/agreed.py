@@ -1,9 +1,10 @@
-"""Agreement of several workers on every optimizer step (Step). The sums of a batch are passed from stage to
-stage towards the first worker, which decides; the others follow its decision.
+"""Agreement of several workers on every optimizer step (Step). The sums over a job's global batch (loss,
+squared gradient norm, metrics) are passed from stage to stage towards the first worker, which decides whether
+the Step is made; the other workers follow its decision.
 
-A worker that runs out of memory, or must end soon, computes nothing more in the window, but still sends
-everything that the others wait for: zeros, and for every unfinished batch a note that it is abandoned. So all
-workers reach the window's end, and a Step is made by all workers or by none.
+A worker that runs out of memory, or must end soon, computes nothing more in the running Program, but still
+sends everything that the other workers wait for: zeros, and for every unfinished global batch a note that it
+is abandoned. So all workers reach the end of the Program, and a Step is made by all workers or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """
@@ -37,16 +38,18 @@ from weftune.run.training.steps import BatchSums, StepRequest, batch_totals, fin
 from weftune.run.workers.transport import SUMS_PER_MESSAGE, Transport
 
 DEAD = math.nan
-"""Value that workers send in place of the sums and the decision of a job that has failed and makes no more
-Steps."""
+"""Value that workers send in place of a job's sums and of the decision on its optimizer step if the job has
+failed and makes no more steps."""
 ABANDONED = -math.inf
-"""Value that workers send in place of the loss and the decision of a batch that a worker could not finish."""
+"""Value that workers send in place of the loss of a global batch, and of the decision on its optimizer step,
+if a worker could not finish the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action and its time on its worker's device, in seconds of the machine's clock. A Reduce or a Step
-    starts when everything that it waits for has arrived."""
+    """An action that a worker has run, with its start and end on the worker's device in seconds of the
+    machine's clock. The time that a Reduce or Step action waits for messages of other workers is not
+    included."""
 
     action: Action
     start: float
@@ -55,27 +58,29 @@ class TimedAction:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """The report that a worker sends to the first worker after its last action of a window."""
+    """The report that each worker sends to the first worker after its last action of a Program."""
 
     evaluations: list[EvaluationSums] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Maps each job whose optimizer step failed on this worker, although the first worker had decided to make
-    it, to the reason."""
+    """Maps each job whose optimizer step failed on this worker, although the first worker had decided that
+    the step is made, to the reason of the failure."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
-    """Reason why this worker could not compute the whole window; empty if it could."""
+    """Reason why this worker stopped computing before the end of the Program, such as a lack of memory. Empty
+    if it computed everything."""
     copied_bytes: int = 0
-    """Number of bytes loaded from the host since the worker began, if its stages are streamed."""
+    """Number of bytes copied from the host to the device since the worker began, if its stages are
+    streamed."""
     peak_bytes: int = 0
-    """Peak memory use in bytes. The first worker does not report it."""
+    """Peak memory use of the worker in bytes. 0 in the report of the first worker."""
     waited_seconds: float = 0.0
-    """Seconds that the worker's device waited for streamed stages."""
+    """Seconds for which the worker's device has waited for data of streamed stages since the worker began."""
 
 
 class Agreed:
-    """The `Agreement` of a worker that makes the decisions about optimizer steps together with other
-    workers."""
+    """The `Agreement` of a worker that is one of several. Together they decide which optimizer steps are
+    made."""
 
     def __init__(
         self,
@@ -85,9 +90,9 @@ class Agreed:
         worker: int,
         shards: Shards | None = None,
     ) -> None:
-        """Create the agreement of one worker. `worker` is the index of the list of actions that it runs.
-        `shards` is given if each layer is divided among several workers. These run the same list, and their
-        sums are equal to the bit, so they make the same decisions."""
+        """Create the agreement of one worker. `worker` is the index of the list of actions in a Program that
+        it runs. `shards` is given if each layer is divided among several workers. These workers run the same
+        list, and their sums are equal to the bit, so they make the same decisions."""
         self._shards = shards
         self._adapters, self._roster = adapters, adapters.roster
         self._program = NOTHING_TO_DO
@@ -96,10 +101,11 @@ class Agreed:
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
         self._action_spans: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
-        """Maps the index of a batch to its sums over this worker and all later stages. Only the first worker
-        stores them, until it decides."""
+        """Maps the index of a global batch to its sums over all stages, until the decision on its optimizer
+        step. Only the first worker stores them."""
         self._later_sums: dict[int, Tensor] = {}
-        """Maps a batch's index to sums over later stages that arrived before this worker needed them."""
+        """Maps the index of a global batch to its sums over later stages, if they have arrived before this
+        worker needed them."""
         self._decisions: dict[int, float] = {}
 
     @property
@@ -129,8 +135,8 @@ class Agreed:
         assert not self._decisions, "a decision was announced that no Step took"
 
     def without_failed_jobs(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Return the whole microbatch, since other workers depend on all of its rows. The rows of failed jobs
-        have no gradient."""
+        """Return the whole planned microbatch, since other workers depend on all of its rows. The rows of
+        failed jobs get no gradient."""
         return plan
 
     def receive(self, action: Recv) -> Tensor:
@@ -152,12 +158,14 @@ class Agreed:
         return iter(())
 
     def report_evaluations(self, sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Record the evaluation sums. The first worker adds up those of all workers at the window's end."""
+        """Record the evaluation sums in this worker's report. At the end of the Program the first worker adds
+        up the sums of all workers."""
         self.report.evaluations += sums
         return iter(())
 
     def report_scores(self, scores: Sequence[Scored]) -> Iterator[Event]:
-        """Record the scores; the first worker reports them at the window's end."""
+        """Record the scores in this worker's report. The first worker yields their events at the end of the
+        Program."""
         self.report.scores += scores
         return iter(())
 
@@ -174,7 +182,8 @@ class Agreed:
         return False
 
     def save(self, job: str, step: int) -> Iterator[Event]:
-        """Request a checkpoint of the job, unless its Step was abandoned."""
+        """Yield the event that a checkpoint of the job is to be written, unless the optimizer step before it
+        was abandoned."""
         if job not in self._roster.failed_jobs and self._roster.trainings[job].progress.step == step:
             yield SaveDue(job, step)
 
@@ -198,7 +207,8 @@ class Agreed:
             self._accumulate_sums(action.job, action.step)
 
     def _send_replica_sums(self, job: str, step: int) -> None:
-        """Send the gradient and the sums of this replica's part of a batch to the other replicas."""
+        """Send this replica's gradient and sums for a job's global batch to the other replicas. Each replica
+        has trained a part of the batch."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
         if job in self._roster.failed_jobs or self.shortage:
@@ -209,7 +219,8 @@ class Agreed:
         self._transport.exchange.send_to_replicas((job, step), message_N)
 
     def _add_replica_sums(self, job: str, step: int) -> None:
-        """Replace this replica's gradient and sums of a batch by those over all replicas."""
+        """Replace this replica's gradient and sums for a job's global batch by their sums over all
+        replicas."""
         one = self._roster.trainings[job]
         stop = one.layout.size + 2 + len(one.recipe.objective.metrics)
         maxima = slice(stop - one.recipe.objective.max_metric_count, stop)
@@ -223,8 +234,8 @@ class Agreed:
             training.open_batch = OpenBatch(loss, correct, tokens, metrics_M)
 
     def _accumulate_sums(self, job: str, step: int) -> None:
-        """Add this worker's sums of a batch to those of later stages, and send the result to the first
-        worker."""
+        """Add this worker's sums over a job's global batch to the sums of later stages, and send the result
+        to the worker of the previous stage. The first worker keeps the result."""
         program = self._program
         if program.replicas > 1:
             self._add_replica_sums(job, step)
@@ -241,8 +252,8 @@ class Agreed:
             self._transport.send_sums(torch.cat([sums.new_tensor([batch_index]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
-        """Return this worker's sums of a batch: the squared norm of the gradient, the loss, the correct
-        predictions and the metrics."""
+        """Return this worker's sums over a job's global batch: the squared norm of the gradient, the loss,
+        the correct predictions and the metrics."""
         if job in self._roster.failed_jobs:
             return torch.full((1 + SUMS_PER_MESSAGE,), DEAD, dtype=torch.float64)
         if self.shortage:
@@ -275,15 +286,16 @@ class Agreed:
             self._action_spans.append((action, self._timer.stop()))
 
     def _agree_on_dead_jobs(self, steps: Sequence[Step], shards: Shards) -> None:
-        """Mark each of the Steps' jobs as failed on all shards if it has failed on any of them."""
+        """Mark each job that is to make one of these optimizer steps as failed on all shards if it has failed
+        on any shard (worker with a part of every layer)."""
         dead = shards.any_over_shards([step.job in self._roster.failed_jobs for step in steps])
         for step, is_dead in zip(steps, dead, strict=True):
             if is_dead and step.job not in self._roster.failed_jobs:
                 self._adapters.kill(step.job)
 
     def _decide_step(self, job: str, step: int) -> Iterator[Event]:
-        """Announce the decision on a Step, then make the Step or mark the job as failed. Called on workers
-        with the first list of actions."""
+        """Decide whether an optimizer step is made, announce the decision, then make the step or mark the job
+        as failed. Called only on the first worker, or on all of its shards."""
         batch_index, batch = self._batches[job, step]
         squares, loss, correct, *metrics = self._sums.pop(batch_index).tolist()
         if job in self._roster.failed_jobs:
@@ -305,8 +317,8 @@ class Agreed:
             yield Stepped(job, training.progress.step, outcome)
 
     def _follow_decision(self, job: str, step: int) -> None:
-        """Receive the first worker's decision on a Step, and make the Step or mark the job as failed. Called
-        on all other workers."""
+        """Receive the first worker's decision on an optimizer step, and make the step or mark the job as
+        failed. Called on all workers that do not decide."""
         batch_index, batch = self._batches[job, step]
         while batch_index not in self._decisions:
             number, norm = self._transport.receive_decision().tolist()

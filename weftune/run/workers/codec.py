@@ -1,9 +1,9 @@
 """Conversion of messages between workers to bytes: a JSON header and the raw bytes of tensors, never a
 pickle.
 
-The header gives the type of every value. The class of a dataclass instance is looked up by name among those
-that a message may contain, so bytes can name no other class. With a secret, messages that were not signed
-with it are refused.
+The header gives the type of every value. A dataclass is given by its name, which is looked up among the
+dataclasses that a message may contain, so no other class can be created. With a secret, messages that were
+not signed with it are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from weftune.errors import UserError
 
 ALIGNMENT = 64
-"""Alignment of tensors in bytes."""
+"""Number of bytes of which the offset of every tensor in a message is a multiple."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -39,8 +39,8 @@ def encode(value: object, secret: bytes = b"") -> bytes:
 
 
 def decode(message: bytes, records: Mapping[str, type], secret: bytes = b"") -> Any:
-    """Return the message that the bytes encode. `records` maps the names of the dataclasses that it may
-    contain to the classes."""
+    """Return the message that the bytes encode. `records` maps the names of the dataclasses that the message
+    may contain to the classes."""
     if secret:
         digest, message = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
@@ -60,12 +60,12 @@ def _digest(body: bytes, secret: bytes) -> bytes:
 
 
 class _Packer:
-    """A converter of values into JSON that collects their tensors."""
+    """A converter of values into JSON that collects the tensors it finds in them."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.tensor_headers: list[tuple[str, list[int], int]] = []
-        """Dtype, shape and offset in bytes of each tensor."""
+        """For each collected tensor, its dtype, its shape and its offset in bytes."""
         self._end = 0
 
     def to_json(self, value: object) -> object:
@@ -141,8 +141,8 @@ def _build_record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """Return a dict from name to class of all dataclasses that occur in the annotations of the type `kind`,
-    directly or in fields."""
+    """Return a dict from name to class of all dataclasses that occur in the type `kind`, directly or in the
+    annotations of fields."""
     records: dict[str, type] = {}
     _collect_records(kind, records)
     return records

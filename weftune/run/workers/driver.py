@@ -1,6 +1,7 @@
-"""The first worker of a pipeline. Its caller uses it like any other executor; it controls the other workers.
+"""The first worker of a pipeline, which controls the other workers. Its caller uses the `Driver` like the
+executor of a single process.
 
-It runs its own stage, forwards every command, and combines the results of all workers: checkpoints,
+The driver runs its own stage, forwards every command, and combines the results of all workers: checkpoints,
 evaluations, and the adapters of detached jobs.
 """
 
@@ -64,27 +65,29 @@ from weftune.run.workers.transport import Transport
 from weftune.run.workers.worker import load_part, loaded_base, shard_team, worker_executor
 
 STOP_CHECK_SECONDS = 0.5
-"""Seconds between two checks for a request to stop, while the other workers finish their windows."""
+"""Seconds between two checks whether the user has requested a stop, while the other workers finish the
+Program."""
 
 
 @dataclass(slots=True)
 class _PendingCheckpoint:
-    """A checkpoint that is not complete: files of other workers (slices) or the result of its evaluation are
-    missing, or its folder is being renamed."""
+    """A checkpoint that is not complete: files of other workers (slices) or the result of the job's
+    evaluation are missing, or its folder is still to be renamed."""
 
     folder: Path
     progress: Progress
     seed: int
     keeps_best: bool
     own_slice: Future[Slice]
-    """Future of the slice (checkpoint file) that this worker writes. It is done when the file has been
+    """Future of the slice (file of a checkpoint) that this worker writes, done when the file has been
     written."""
     slices: dict[int, Slice] = field(default_factory=dict)
     final_rename: Future[Path] | None = None
 
     @property
     def pending_write(self) -> Future[Any] | None:
-        """Future of this worker's write for the checkpoint that is still in progress, or None."""
+        """Future of this worker's last write for the checkpoint (its slice, or the final rename), or None if
+        that write is done."""
         under_way = self.final_rename or self.own_slice
         return None if under_way.done() else under_way
 
@@ -98,9 +101,9 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """Create the driver of workers that have loaded their parts. `loaded_part` is this worker's part of
-        the base. `checkpoints` returns the folder of a job's checkpoints, which is the same for every worker.
-        `delay` is the number of seconds by which tests delay every message."""
+        """Create the driver of workers that have loaded their parts of the base. `loaded_part` is this
+        worker's part. `checkpoints` returns the folder of a job's checkpoints, which is the same for every
+        worker. `delay` is the number of seconds by which tests delay every message."""
         self.base = base = loaded_base(loaded_part)
         self.control = control
         position = control.connections.position
@@ -108,7 +111,7 @@ class Driver:
         self.layout = layout
         self.paces = Paces([stage.layer_count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
-        """Reports of the last window, in the order of workers."""
+        """Reports of all workers on the last Program, in the order of workers."""
         self.peaks: list[int] = []
         """Peak memory use, in bytes, of each of the other workers."""
         self._transport = Transport(control.connections, base.shape.hidden, base.dtype, base.device, delay)
@@ -120,27 +123,28 @@ class Driver:
             shard_team(control.connections),
         )
         self.attached = self._own.attached
-        """Maps each job to the training state of its first stage, which also holds the job's progress."""
+        """Maps each job to its training state in the first stage, which also holds the job's progress."""
         self.home, self.is_fused = self._own.home, self._own.is_fused
         self._checkpoints = checkpoints
         self.writer = self._own.writer
         self._pending_checkpoints: dict[tuple[str, int], _PendingCheckpoint] = {}
         self._unsaved_checkpoints: list[Unsaved] = []
-        """Checkpoints that could not be written and have not been reported yet."""
+        """Checkpoints that could not be written and that `take_unsaved` has not returned yet."""
         self._early_slices: dict[tuple[str, int], dict[int, Slice | Unsaved]] = {}
-        """Maps (job, step) to the answers of other workers about their files (slices) of this checkpoint, by
-        worker. They have arrived before this worker reached its own Save."""
+        """Maps (job, step) to the answers of other workers, by worker, that say whether their file (slice) of
+        this checkpoint has been written. Only answers that arrived before this worker began the checkpoint
+        are kept here."""
         self._window_reports: dict[int, WorkerReport] = {}
-        """Maps each worker that has finished its list of this window to its report."""
+        """Maps each other worker that has finished its actions of the current Program to its report."""
         self._awaited_evaluations: set[tuple[str, int]] = set()
-        """Evaluations (job, step) of this window whose result is not known yet."""
+        """Evaluations (job, step) of the current Program whose result is not known yet."""
         self._ends_early = False
         self.unfinished = FINISHED
-        """Global batches that the last window left unfinished. Their microbatches are in flight on all
+        """Global batches that the last Program left unfinished. Their microbatches are in flight on all
         workers."""
         self._seconds_before: dict[int, tuple[float, float]] = {}
-        """Maps the index of each microbatch in flight to the seconds of its forward passes and of its
-        backward passes in earlier windows."""
+        """Maps the index of each microbatch in flight to two times in seconds: of its forward passes and of
+        its backward passes in earlier Programs."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
@@ -154,7 +158,7 @@ class Driver:
         self._transport.close()
 
     def attach(self, training: Training) -> None:
-        """Attach a job on every worker. `training` is the training state of the first stage."""
+        """Attach a job on every worker. `training` is the job's training state in the first stage."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
         self._own.attach(training)
@@ -162,7 +166,7 @@ class Driver:
         self.control.broadcast(Attach(training.adapter, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
-        """Detach a job on every worker. Return the whole job, assembled from the weights of all workers."""
+        """Detach a job on every worker, and return its training state with the weights of all workers."""
         own = self._own.detach(job)
         self.control.broadcast(JobCommand("detach", job))
         parts = [weights_snapshot(own)]
@@ -183,8 +187,8 @@ class Driver:
         return _assemble_training(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """Mark the job as failed. The other workers learn of it from the first worker's next decision on a
-        Step of the job."""
+        """Mark the job as failed. The other workers learn of the failure from the first worker's next
+        decision on an optimizer step of the job."""
         self._own.kill(job)
 
     def record_evaluation(
@@ -213,7 +217,7 @@ class Driver:
         self.control.broadcast(JobCommand("show master", job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all workers and yield its events. A window that has begun is finished, even if
+        """Run a Program on all workers and yield its events. A Program that has begun is finished even if
         `stop` returns True, unless that would take long: then nothing more is computed, and unfinished global
         batches are dropped."""
         self._ends_early, request = False, StopRequest(stop)
@@ -255,8 +259,8 @@ class Driver:
         yield from self._end_window(program)
 
     def _ends_window_early(self, request: StopRequest) -> bool:
-        """Return whether the window is to end early because of a stop request. If so, all workers are
-        notified at once."""
+        """Return whether the Program ends early because of a stop request that has waited too long. The first
+        call that returns True also sends this decision to all workers."""
         # Shards of the same layers would stop at different actions, and wait for one another.
         if request.is_overdue() and not self._ends_early and self.shards == 1:
             self._ends_early = True
@@ -290,8 +294,8 @@ class Driver:
             raise OutOfMemory("; ".join(short))
 
     def _pass_events(self, program: Program) -> Iterator[Passed]:
-        """Yield an event for every microbatch that has ended in this window, with the time of its pass over
-        the base. Its time is a mean over workers."""
+        """Yield an event for every microbatch that has ended in this Program, with the time of its pass over
+        the base, a mean over workers."""
         directions = (ForwardPass | ForwardHalf, Backward | BackwardHalf)
         forward, backward = (microbatch_seconds(self.reports, kinds) for kinds in directions)
         for number, one in enumerate(program.inherited):
@@ -317,7 +321,8 @@ class Driver:
         }
 
     def _late_failure_events(self) -> Iterator[Event]:
-        """Yield events for the jobs that failed on another worker after the decision on their step."""
+        """Yield failure events for the jobs whose optimizer step failed on another worker after the first
+        worker had decided to make the step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
                 if job not in self._own.failed_jobs:
@@ -348,8 +353,9 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """Take a snapshot of the job at the Program's Save, and write this worker's slice while training
-        continues. The checkpoint is complete when all workers have written their slices."""
+        """Take a snapshot of the job at the Program's Save action, and write this worker's slice (file of the
+        checkpoint) while training continues. The checkpoint is complete when all workers have written their
+        slices."""
         training = self.attached[job]
         folder.mkdir(parents=True, exist_ok=True)
         snapshot = self._own.snapshot(job)
@@ -362,8 +368,8 @@ class Driver:
             self._handle_slice(worker, early)
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Request a checkpoint from all workers, unless there is one with this progress. Called between
-        windows; `finish_saves` waits until it is written."""
+        """Request a checkpoint from all workers, unless one with the job's progress exists. Called between
+        two Programs; `finish_saves` waits until the checkpoint is written."""
         if checkpoint.has_progress(folder, self.attached[job].progress):
             return
         self.save(job, folder)
@@ -371,7 +377,7 @@ class Driver:
             self.control.command(worker, JobCommand("save slice", job))
 
     def take_unsaved(self) -> list[Unsaved]:
-        """Return checkpoints that could not be written and have not been reported yet."""
+        """Return the checkpoints that could not be written and that no earlier call has returned."""
         while (received := self.control.next_answer()) is not None:
             self._handle_answer(*received)
         self._commit_checkpoints()
@@ -379,7 +385,8 @@ class Driver:
         return found
 
     def finish_saves(self, job: str) -> None:
-        """Wait for the job's checkpoints, except those that wait for an evaluation later in this window."""
+        """Wait for the job's checkpoints, except checkpoints that need the result of an evaluation later in
+        the Program."""
         while True:
             self._commit_checkpoints()
             keys = [
@@ -407,8 +414,8 @@ class Driver:
             self._pending_checkpoints[key].slices[worker] = answer
 
     def _commit_checkpoints(self) -> None:
-        """Rename the folders of complete checkpoints to their final names, except those whose evaluation is
-        still to come."""
+        """Rename the folders of checkpoints to their final names once all files are written, except
+        checkpoints whose evaluation is still to come."""
         for key, pending in list(self._pending_checkpoints.items()):
             if key[0] in self._own.failed_jobs:
                 del self._pending_checkpoints[key]
@@ -442,7 +449,7 @@ def open_pipeline(
 ) -> Driver:
     """Load every worker's part of the base, wait for all workers, and return the driver. No worker uses more
     than `max_bytes` bytes of its GPU's memory. If `deterministic`, the other workers use torch's
-    deterministic kernels, as the caller does."""
+    deterministic kernels; the caller has enabled them for this worker."""
     for worker in control.workers:
         part = layout.for_worker(worker // layout.shards % layout.workers)
         control.command(worker, Begin(spec, part, delay, max_bytes, deterministic))
@@ -457,8 +464,8 @@ def open_pipeline(
 
 
 def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Return a dict from each microbatch's index to the total seconds of its actions of these kinds, as a
-    mean over workers."""
+    """Return a dict from each microbatch's index to the total seconds of its actions of the given kinds, as a
+    mean over the workers that report."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
@@ -469,8 +476,9 @@ def microbatch_seconds(reports: Sequence[WorkerReport], kinds: type | UnionType)
 
 
 def _assemble_training(own_training: Training, parts: Sequence[Snapshot], layout: VectorLayout) -> Training:
-    """Return the training state of the whole job, assembled from `own_training`, which is this worker's part,
-    and the snapshots `parts` of all stages. It has no moments, since the job is not trained any further."""
+    """Return the training state of a whole job, assembled from the snapshots `parts` of all stages.
+    `own_training`, this worker's part, provides the recipe and the progress. The result has no moments, since
+    the job is not trained any further."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master, best = (
         layout.slice_vector(stored, torch.cat([part.vectors[name] for part in parts]))

@@ -1,6 +1,6 @@
-"""The process groups of a pipeline. There is one for each direction and purpose between neighbours and
-between replicas of a stage, and one for commands and one for reports between the first worker and every other
-worker."""
+"""The process groups of a pipeline. There is a group for each direction and purpose between neighbouring
+stages and between replicas of a stage. Between the first worker and every other worker there is a group for
+commands and a group for reports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.ordered import WaitWatch
 
 NO_TIMEOUT = timedelta(days=30)
-"""A timeout that never expires in practice. A slow worker is no error; the heartbeat finds a lost one."""
+"""A timeout that never expires in practice. A slow worker is no error, and a lost worker is found by the
+heartbeat."""
 
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(minutes=5)
-"""Time that a worker waits for the store, or for another worker to connect."""
+"""Time that a worker waits for the store (torch's key-value server of the run), or for another worker to
+connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,16 @@ class WorkerPosition:
     worker: int
     workers: int
     local_worker: int = 0
-    """Index of the worker among those of its machine."""
+    """Index of the worker among the workers of its machine."""
     local_workers: int = 1
     replicas: int = 1
     """Number of copies of the pipeline (replicas). Workers are ordered by replica, then by stage."""
     is_ring: bool = False
     """Whether there are more stages than workers, so that the last worker also sends hidden states to the
-    first."""
+    first worker."""
     shards: int = 1
-    """Number of workers (shards) among which each layer is divided. They follow one another in the order of
-    workers."""
+    """Number of workers (shards) among which each layer is divided. The shards of a stage have consecutive
+    worker numbers."""
 
     @property
     def stages(self) -> int:
@@ -65,18 +67,20 @@ class WorkerPosition:
 
     @property
     def list_index(self) -> int:
-        """Index of the worker's list of actions in a Program. Shards of the same layers run the same list."""
+        """Index of the worker's list of actions in a Program. The workers that divide the same layers among
+        them (shards) run the same list."""
         return self.worker // self.shards
 
     @property
     def writes_checkpoints(self) -> bool:
-        """Whether the worker writes checkpoints. Other replicas and shards hold the same weights, so only one
-        writes them."""
+        """Whether the worker writes checkpoints. Of all replicas and shards that hold the same weights, only
+        the first writes them."""
         return self.replica == 0 and self.shard == 0
 
 
 def read_position() -> WorkerPosition | None:
-    """Return the position that the environment variables describe, or None if this is the only process."""
+    """Return the position among the workers that the environment variables describe, or None if this is the
+    only process."""
     workers = _environment_integer("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -105,13 +109,15 @@ SECRET = "WEFTUNE_SECRET"
 
 
 def read_secret() -> bytes:
-    """Return the secret that signs messages between the first worker and the others, or empty bytes."""
+    """Return the secret that signs messages between the first worker and the others, or empty bytes if there
+    is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def require_secret(position: WorkerPosition) -> None:
-    """Raise UserError if workers are on several machines and there is no secret: then any machine in the
-    network could send messages. On one machine the workers use the loopback address."""
+    """Raise UserError if workers are on several machines and there is no secret, since any machine in the
+    network could then send messages. On one machine the workers use the loopback address, so no secret is
+    needed."""
     if position.local_workers < position.workers and not read_secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
@@ -128,8 +134,8 @@ def restart_count() -> int:
 
 
 def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections:
-    """Connect to the other workers at the address in the environment, create all process groups, and return
-    the connections."""
+    """Connect to the other workers at the address in the environment variables, create all process groups,
+    and return the connections."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
     store = dist.PrefixStore(f"weftune/meet/{restart_count()}", connect_to_store(position))
     dist.init_process_group(
@@ -139,8 +145,9 @@ def connect(position: WorkerPosition, device: torch.device) -> WorkerConnections
 
 
 def connect_to_store(position: WorkerPosition) -> dist.TCPStore:
-    """Return a connection to the store at the address in the environment: the store of the launcher or of the
-    first worker. Every thread that may wait on the store needs a separate connection."""
+    """Return a connection to the store, the key-value server of the launcher or of the first worker, at the
+    address in the environment variables. Every thread that may wait on the store needs a separate
+    connection."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -153,8 +160,8 @@ def connect_to_store(position: WorkerPosition) -> dist.TCPStore:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Return a new store for processes of this machine. It listens on the loopback address only, so that no
-    other machine can read its keys or report a worker as lost."""
+    """Return a new store (torch's key-value server) for processes of this machine. It listens on the loopback
+    address only, so that no other machine can read its keys or report a worker as lost."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -164,12 +171,12 @@ def loopback_store() -> dist.TCPStore:
 
 Purpose = Literal["activation", "gradient", "sums", "decision", "share", "scores", "command", "report"]
 HOST_PURPOSES: tuple[Purpose, ...] = ("sums", "decision", "scores", "command", "report")
-"""Purposes whose messages are in host memory, even if the workers use GPUs."""
+"""Purposes of connections whose messages are in host memory, even if the workers use GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLink:
-    """A connection from one worker to another, for one purpose."""
+    """A connection from one worker to another, for messages of one purpose."""
 
     purpose: Purpose
     sender: int
@@ -183,12 +190,13 @@ class WorkerConnections:
 
     position: WorkerPosition
     groups: Mapping[WorkerLink, Any]
-    """Maps each connection to its process group."""
+    """Maps each connection between two workers to its process group."""
     shard_group: Any = None
-    """Process group of the shards that hold this worker's layers. None if layers are not divided."""
+    """Process group of the workers (shards) among which this worker's layers are divided. None if layers are
+    not divided."""
     announcement_groups: Mapping[WorkerLink, Any] = field(default_factory=dict)
-    """Maps each connection whose operations occupy a device, as those of NCCL do, to the process group that
-    announces its tensors."""
+    """Maps each connection whose transfers occupy a device, as NCCL's do, to a second process group, over
+    which each tensor is announced before it is sent."""
     watch: WaitWatch | None = None
 
     def incoming_lanes(self, purpose: Purpose) -> tuple[PeerLane, ...]:
@@ -207,8 +215,8 @@ class WorkerConnections:
 
 
 def _all_links(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield the connections between all workers of a run. A shard exchanges tensors with the shard of the
-    same index in other stages and replicas."""
+    """Yield the connections between all workers of a run. A shard (a worker's part of every layer) exchanges
+    tensors with the shard of the same index in other stages and replicas."""
     for link in _links_between_workers(position):
         for shard in range(position.shards):
             sender, receiver = (one * position.shards + shard for one in (link.sender, link.receiver))
@@ -219,8 +227,8 @@ def _all_links(position: WorkerPosition) -> Iterator[WorkerLink]:
 
 
 def _links_between_workers(position: WorkerPosition) -> Iterator[WorkerLink]:
-    """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of actions,
-    so all shards of the same layers have the same index."""
+    """Yield the connections for tensors and decisions. Sender and receiver are indices of lists of actions in
+    a Program, so all shards of the same layers have the same index."""
     stages, lists = position.stages, position.workers // position.shards
     if position.is_ring:
         yield WorkerLink("activation", lists - 1, 0)
@@ -247,7 +255,7 @@ Library = Literal["nccl", "gloo", "ordered"]
 """Library that transfers tensors between workers. `ordered` is gloo with the rules of NCCL
 (`workers/ordered.py`)."""
 NCCL_RULES = "WEFTUNE_NCCL_RULES"
-"""Environment variable that is 1 in tests. Workers on a CPU then exchange tensors by the rules of NCCL."""
+"""Environment variable that tests set to 1 so that workers on a CPU exchange tensors by the rules of NCCL."""
 
 
 def has_separate_gpus(position: WorkerPosition, device: torch.device) -> bool:
@@ -265,8 +273,8 @@ def choose_library(position: WorkerPosition, device: torch.device) -> Library:
 
 
 def agree_on_library(position: WorkerPosition, device: torch.device) -> Library:
-    """Return the library that all workers use. It is gloo if they would choose different ones, because
-    machines differ in their GPUs."""
+    """Return the library that all workers use for tensors. It is gloo if workers would choose different
+    libraries, because machines differ in their GPUs."""
     chosen = choose_library(position, device)
     agreeing = torch.tensor([int(chosen == "nccl")])
     dist.all_reduce(agreeing)
@@ -306,8 +314,8 @@ def _pair_group(link: WorkerLink, library: Library) -> Any:
 
 
 def _shard_group(position: WorkerPosition, library: Library, first_tensor: torch.Tensor) -> Any:
-    """Create a process group for the shards of each stage. Return the group of this worker, or None if there
-    are no shards."""
+    """Create a process group for the shards (workers that divide the layers of a stage among them) of each
+    stage. Return the group of this worker, or None if layers are not divided."""
     if position.shards == 1:
         return None
     found = None
@@ -323,14 +331,14 @@ def _shard_group(position: WorkerPosition, library: Library, first_tensor: torch
 # -- the network interface that reaches the other workers, for the libraries that must bind one -------------
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables with the network interface of each library. A value set by the user is kept. By
-default gloo and NCCL use the interface of the machine's own name. That is often the loopback, although other
-workers are on other machines, or a public interface, although all workers are on this machine."""
+"""Environment variables that name the network interface of gloo and of NCCL. A value set by the user is kept.
+By default both libraries use the interface of the machine's own name. That is often the loopback, although
+other workers are on other machines, or a public interface, although all workers are on this machine."""
 
 
 def bind_interface(position: WorkerPosition) -> None:
-    """Set the environment variables to the interface that reaches the other workers. If all are on this
-    machine, gloo listens on the loopback only; NCCL then needs no network."""
+    """Set the environment variables of gloo and NCCL to the network interface that reaches the other workers.
+    If all workers are on this machine, gloo listens on the loopback only; NCCL then needs no network."""
     alone = position.local_workers == position.workers
     local = (name for name, addresses in _interface_addresses().items() if any(map(_is_loopback, addresses)))
     found = next(local, None) if alone else find_interface(os.environ["MASTER_ADDR"])
@@ -340,8 +348,8 @@ def bind_interface(position: WorkerPosition) -> None:
 
 
 def find_interface(host: str) -> str | None:
-    """Return the network interface by which `host` is reached. If `host` is this machine, it is the interface
-    with that address.
+    """Return the network interface by which `host` is reached. If `host` is an address of this machine,
+    return the interface with that address.
 
     Return None if the interface is not known: `host` is unknown, or it is the loopback and there are several
     other interfaces.

@@ -1,8 +1,9 @@
 """A heartbeat: every worker of a pipeline writes a counter to the shared store every second and checks the
 counters of the others.
 
-A worker that died or hangs writes nothing. A worker that notices this ends its own process at once: no
-running work could finish, and the launcher restarts all workers from the last checkpoints.
+A worker that died or hangs writes nothing. A worker that notices this ends its own process at once: the
+workers depend on each other, so no running work could finish, and the launcher restarts all workers from the
+last checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ABSENT_AFTER_SECONDS = 300.0
 """Seconds after which a worker that has not written its first heartbeat counts as lost. Its imports may be
 slow."""
 LOST = 75
-"""Exit code of a worker that lost another worker. A restart can fix this failure."""
+"""Exit code of a worker that ended because another worker was lost. The launcher then restarts all
+workers."""
 
 
 class Heartbeat:
@@ -45,16 +47,16 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Write this worker's first heartbeat to the store, and start to check those of the other workers.
-        Called before connecting, so that the loss of any connected worker is noticed."""
+        """Write this worker's first heartbeat to the store, and start to check the heartbeats of the other
+        workers. Called before connecting, so that the loss of any connected worker is noticed."""
         self._store.set(self._key(self._position.worker), "0")
         self._last_answer_time = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Write to the store that this worker has ended normally, so that the others do not count it as
-        lost."""
+        """Write to the store that this worker has ended normally, so that the other workers do not count it
+        as lost."""
         self._stop.set()
         self._thread.join(LOST_AFTER_SECONDS)
         # The launcher may have ended first; then there is no store to write to.
@@ -102,8 +104,8 @@ class Heartbeat:
                 return
 
     def _watch_store(self) -> None:
-        """Watch from a second thread whether the store still answers. On a cut network a call to the store
-        would wait for minutes."""
+        """Check in a second thread whether the store still answers. If the network is cut, a call to the
+        store would wait for minutes."""
         while not self._stop.wait(BEAT_SECONDS):
             if time.monotonic() - self._last_answer_time > LOST_AFTER_SECONDS:
                 self._report_loss(
@@ -117,7 +119,7 @@ class Heartbeat:
 
 
 def exit_process(message: str) -> None:
-    """Print the message and end this process at once, from any thread, since its main thread may be waiting
-    for a lost worker."""
+    """Print the message and end this process at once. Any thread may call this, since the main thread may be
+    waiting for a lost worker."""
     print(f"weftune: {message}", file=sys.stderr, flush=True)
     os._exit(LOST)

@@ -1,10 +1,11 @@
 """Queues of tensors between workers. Receives are posted ahead, and a sender never waits until a tensor has
 arrived.
 
-With NCCL, an operation that waits for its peer occupies the device. Every operation that synchronises the
-device (such as the capture of a graph, or the return of memory to the driver) then waits for the peer, and
-the peer may be waiting for this worker. So a transfer starts on both devices only when both workers are ready
-for it: each tensor is announced by a message in host memory, which threads of both workers exchange.
+With NCCL, an operation that waits for the other worker (its peer) occupies the device. Every operation that
+synchronises the device (such as the capture of a graph, or the return of memory to the driver) then waits for
+the peer, and the peer may be waiting for this worker. So a transfer starts on both devices only when both
+workers are ready for it: each tensor is announced by a message in host memory, which threads of both workers
+exchange.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from torch import Tensor
 from weftune.run.workers.ordered import POLL_SECONDS, WaitWatch
 
 POSTED_AHEAD = 2
-"""Number of receives posted in addition to the one that is waited for."""
+"""Number of receives that are posted in addition to the receive that is waited for."""
 
 
 class PeerLost(RuntimeError):
-    """Raised if another worker is gone: messages from it or to it will never arrive."""
+    """Raised if the worker at the other end of a connection is gone, so that messages from it or to it will
+    never arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLane:
-    """One direction of communication between two workers. It has a separate process group, so that nothing
-    else delays it."""
+    """One direction of communication between this worker and another worker, the peer. It has a separate
+    process group, so that no other messages delay it."""
 
     group: Any
     peer: int
     announcement_group: Any = None
-    """Process group in host memory that announces each tensor. None if the operations of `group` wait in host
-    memory themselves, as those of gloo do."""
+    """Process group in host memory over which each tensor is announced before it is sent. None if `group`
+    itself waits in host memory, as gloo does, so that no announcement is needed."""
     watch: WaitWatch | None = None
     """In tests, the object that detects deadlocks between workers. None otherwise."""
 
     @contextmanager
     def record_wait(self, description: object) -> Iterator[None]:
-        """Return a context in which the caller waits for the peer. An error that shows that the peer is gone
-        is raised as PeerLost."""
+        """Return a context in which the caller waits for the other worker (the peer). A RuntimeError in it
+        means that the peer is gone, and is raised as PeerLost."""
         recorded = (
             nullcontext() if self.watch is None else self.watch.record_wait([self.peer], str(description))
         )
@@ -65,7 +67,8 @@ class PeerLane:
 
 
 class Inbox:
-    """The queue of tensors from one worker, in the order of sending. A few receives are posted ahead."""
+    """The queue of tensors that arrive from one worker, in the order in which they were sent. A few receives
+    are posted ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -102,8 +105,8 @@ class Inbox:
 
 
 class DirectInbox:
-    """The queue of tensors from a worker with a separate GPU, received directly on the device. A thread
-    starts each receive when its tensor has been announced."""
+    """The queue of tensors that arrive from a worker with a separate GPU, received directly on the device. A
+    thread starts to receive each tensor when it has been announced."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -112,8 +115,8 @@ class DirectInbox:
         self._posted_receives: deque[Tensor] = deque()
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._started_transfers: queue.Queue[Any] = queue.Queue()
-        """Handles of the receives that have started. A PeerLost takes the place of a handle if the peer is
-        gone."""
+        """Handles of the receives that have started. If the sender is gone, the queue contains a PeerLost
+        instead of a handle."""
         self._thread = threading.Thread(target=self._serve, name=f"from worker {lane.peer}", daemon=True)
         self._thread.start()
 
@@ -164,8 +167,8 @@ class DirectInbox:
                 self._started_transfers.put(self._lane.make_peer_lost(error))
 
     def _start(self, buffer: Tensor, free_event: torch.cuda.Event | None) -> Any:
-        """Wait for the announcement of a tensor, and start to receive it in `buffer` once the event
-        `free_event` is done. Return the handle of the receive."""
+        """Wait until a tensor is announced, and start to receive it in `buffer` once the event `free_event`
+        is done. Return the handle of the receive."""
         dist.recv(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
         if free_event is not None:
             free_event.wait()
@@ -173,12 +176,12 @@ class DirectInbox:
 
 
 class Outbox:
-    """The queue of tensors to one worker. A thread sends them in order, so that the caller of `send` never
-    waits for its peer."""
+    """The queue of tensors that are sent to one worker, the peer. A thread sends them in order, so that the
+    caller of `send` never waits for the peer."""
 
     def __init__(self, lane: PeerLane, device: torch.device, delay: float = 0.0) -> None:
-        """Start the thread that sends. `delay` is the number of seconds that are added to the time of every
-        message, in tests."""
+        """Start the thread that sends tensors. `delay` is the number of seconds by which tests delay every
+        message."""
         self._lane = lane
         self._device = device
         self._delay = delay
@@ -199,7 +202,7 @@ class Outbox:
         self._queue.put((kept, _record_event(given)))
 
     def flush(self) -> None:
-        """Wait until the peer has received all tensors."""
+        """Wait until the receiving worker has received all tensors."""
         with self._lane.record_wait("the last of its messages to be received"):
             self._queue.join()
             while self._started_transfers and self._error is None:
@@ -230,13 +233,14 @@ class Outbox:
                     self._queue.task_done()
 
     def _send(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
-        """Send a tensor in host memory, and return when the peer has received it."""
+        """Send a tensor that is in host memory, and return when the other worker has received it."""
         if ready_event is not None:
             ready_event.synchronize()
         dist.send(tensor, self._lane.peer, group=self._lane.group, tag=number)
 
     def _start(self, tensor: Tensor, ready_event: torch.cuda.Event | None, number: int) -> None:
-        """Announce a tensor on the device, and start its transfer as soon as the receiver is ready for it."""
+        """Announce a tensor that is on the device, and start its transfer as soon as the receiver is ready
+        for it."""
         dist.send(_announcement_buffer(), self._lane.peer, group=self._lane.announcement_group)
         if ready_event is not None:
             ready_event.wait()
@@ -255,7 +259,7 @@ def _announcement_buffer() -> Tensor:
 
 
 def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return an event after all work launched so far on the GPU of a tensor. None for a tensor on a CPU."""
+    """Return a CUDA event after all work launched so far on the tensor's GPU. None for a tensor on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 

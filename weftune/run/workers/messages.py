@@ -1,7 +1,5 @@
-"""Commands that the first worker of a pipeline sends to the others, and their answers.
-
-Commands are executed one after another, in the order in which they were sent. Only the first worker decides.
-"""
+"""Commands that the first worker of a pipeline sends to the other workers, and their answers. Commands are
+executed one after another, in the order in which they were sent. Only the first worker makes decisions."""
 
 from __future__ import annotations
 
@@ -34,16 +32,16 @@ from weftune.run.workers.mailbox import PeerLane, PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The command to load a part of a base. `delay` is the number of seconds by which tests and benchmarks
-    delay every message."""
+    """The command to load the worker's part of a base. `delay` is the number of seconds by which tests and
+    benchmarks delay every message."""
 
     spec: BaseSpec
     part: WorkerLayout
     delay: float = 0.0
     max_bytes: int | None = None
-    """Maximum size in bytes of the GPU memory that the worker may use. None means all of it."""
+    """Maximum size in bytes of the GPU memory that the worker may use. None sets no limit."""
     deterministic: bool = False
-    """Whether the worker runs torch's deterministic kernels."""
+    """Whether the worker uses torch's deterministic kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Attach:
     recipe: Recipe
     checkpoints: Path
     resumes: bool
-    """Whether the first worker found a checkpoint of the job. Every worker then reads its part of the
+    """Whether the first worker found a checkpoint of the job. If so, every worker reads its part of the
     checkpoint."""
 
 
@@ -60,14 +58,16 @@ class Attach:
 class RunProgram:
     program: Program
     microbatches: Mapping[int, Microbatch]
-    """Maps the index of each microbatch that the worker's replica runs to its tensors."""
+    """Maps the index of each microbatch that the worker's replica (copy of the pipeline) runs to the
+    microbatch's tensors."""
 
 
 JobAction = Literal["keep best", "show mean", "show master", "save slice", "detach"]
 """Actions of a `JobCommand`. 'keep best': keep the current weights, since the last evaluation was the best.
 'show mean' and 'show master': make passes read the mean of the last weights, or the latest weights again.
-'save slice': write a slice of a checkpoint. 'detach': detach the job and return its weights. Only workers in
-`WorkerControl.writers` write slices and return weights, since the others hold the same weights."""
+'save slice': write this worker's file (slice) of a checkpoint. 'detach': detach the job and return its
+weights. Only workers in `WorkerControl.writers` write slices and return weights, since all other workers hold
+copies of the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class JobCommand:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The command to end, either the worker or only its running Program."""
+    """The command to end the worker, or only the Program that it is running."""
 
     ends_window_only: bool = False
-    """Whether only the running Program ends, of which nothing more is computed. Such a command is read at
-    once, even while another command runs."""
+    """Whether only the running Program ends: the worker computes nothing more in it. Such a command is read
+    at once, even while another command is executed."""
 
 
 Command = Begin | Attach | RunProgram | JobCommand | End
@@ -90,32 +90,33 @@ Command = Begin | Attach | RunProgram | JobCommand | End
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The answer to `Begin`: the worker's part of the base is loaded, or the reason why it is refused."""
+    """The answer to the command `Begin`: the worker's part of the base is loaded, or it is refused for the
+    given reason."""
 
     refusal: str = ""
     """Error message for the user, which the first worker shows, if the base cannot be loaded for a reason
-    that only this worker could find. Empty if its part of the base is loaded."""
+    that only this worker could find. Empty if the worker's part of the base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last answer of a worker, which follows the command to end."""
+    """The last answer of a worker, sent after the command to end."""
 
 
 Answer = Begun | Slice | Unsaved | WorkerReport | Snapshot | Ended
-"""Any message of a worker to the first worker. A `Slice` says that a slice has been written, an `Unsaved` why
-it could not be written. A `WorkerReport` says that the worker has finished its list of a window. A `Snapshot`
-holds the weights of a job that was detached."""
+"""Any message of a worker to the first worker. A `Slice` says that the worker's file (slice) of a checkpoint
+has been written, an `Unsaved` why it could not be written. A `WorkerReport` says that the worker has finished
+its actions of a Program. A `Snapshot` holds the weights of a job that was detached."""
 
 
 MessageError = PeerLost | ForgedMessage
-"""An error that occurred while a message was received. It is queued, and raised when the message is taken
-from the queue."""
+"""An error that occurred while a message was received. The error is put into the queue of messages, and
+raised when it is taken from there."""
 
 
 class CommandReceiver:
-    """The side of a worker that receives commands and answers them. A thread receives the commands, so that a
-    command to end the window is read at once."""
+    """The part of a worker that receives commands and sends answers. A thread receives the commands, so that
+    a command to end the running Program is read at once."""
 
     def __init__(self, connections: WorkerConnections) -> None:
         (self._commands,), (self._reports,) = (
@@ -124,9 +125,10 @@ class CommandReceiver:
         )
         self._queue: queue.Queue[Command | MessageError] = queue.Queue()
         self._send_lock = threading.Lock()
-        """Lock that serialises answers, since threads that write slices also send answers."""
+        """Lock under which answers are sent one at a time, since threads that write checkpoints also send
+        answers."""
         self.stop_requested = threading.Event()
-        """An event that is set if the running Program is to end early."""
+        """An event that is set when the running Program is to end early."""
         threading.Thread(target=self._receive_all, daemon=True).start()
 
     def next_command(self) -> Command:
@@ -154,8 +156,8 @@ class CommandReceiver:
 
 
 class WorkerControl:
-    """The side of the first worker, which sends commands. For every other worker, a thread receives its
-    answers."""
+    """The part of the first worker that sends commands to the other workers. For each of them, a thread
+    receives its answers."""
 
     def __init__(self, connections: WorkerConnections) -> None:
         self.connections = connections
@@ -163,7 +165,8 @@ class WorkerControl:
         self.workers = tuple(self._commands)
         position = connections.position
         self.writers = tuple(one for one in self.workers if replace(position, worker=one).writes_checkpoints)
-        """Workers other than the first that write checkpoints and return adapters."""
+        """Workers, except the first, that write checkpoints and return the weights of adapters. Other workers
+        hold copies of the same weights."""
         self._queue: queue.Queue[tuple[int, Answer | MessageError]] = queue.Queue()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(lane,), daemon=True)
@@ -180,14 +183,14 @@ class WorkerControl:
             self.command(worker, command)
 
     def end_workers(self) -> None:
-        """Send all workers the command to end, and wait for their last answer."""
+        """Send all workers the command to end, and wait for the last answer of each."""
         self.broadcast(End())
         for listener in self._threads:
             listener.join()
 
     def next_answer(self, seconds: float | None = 0.0) -> tuple[int, Answer] | None:
-        """Return the next answer and its worker, or None if there is none within `seconds`. None waits
-        without limit."""
+        """Return the next answer and the worker that sent it, or None if no answer arrives within `seconds`.
+        With `seconds` None, wait without limit."""
         try:
             worker, answer = self._queue.get(seconds != 0.0, seconds)
         except queue.Empty:
@@ -206,8 +209,8 @@ class WorkerControl:
             pass
 
     def _receive_answer(self, lane: PeerLane) -> bool:
-        """Receive one answer and return whether more answers will follow. It is a separate function, so that
-        an answer with its weights is not held in memory while waiting for the next one."""
+        """Receive one answer and return whether more answers will follow. This is a separate function, so
+        that an answer with weights is not held in memory while the next answer is awaited."""
         answer = _receive_message(lane)
         self._queue.put((lane.peer, answer))
         return not isinstance(answer, Ended | MessageError)
@@ -219,7 +222,7 @@ MESSAGE_RECORDS = {
     **records_in(Union[*KINDS.values()]),
     **records_in(Union[*OBJECTIVES.values()]),
 }
-"""Maps the name of each dataclass that a message may contain to the class."""
+"""Maps the name of each dataclass that a message between workers may contain to the class."""
 
 
 def send_message(message: Command | Answer, lane: PeerLane) -> None:
@@ -232,7 +235,7 @@ def send_message(message: Command | Answer, lane: PeerLane) -> None:
 
 
 def _receive_message(lane: PeerLane) -> Any:
-    """Return the next message, or the error with which receiving it failed."""
+    """Return the next message, or the error that occurred while it was received."""
     size = torch.zeros(1, dtype=torch.int64)
     try:
         dist.recv(size, lane.peer, group=lane.group)

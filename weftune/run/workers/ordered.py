@@ -23,15 +23,15 @@ from torch import Tensor
 
 BACKEND = "ordered"
 POLL_SECONDS = 0.5
-"""Seconds between two checks of what the other workers wait for."""
+"""Seconds between two checks for a deadlock, in which a worker reads what the other workers wait for."""
 STABLE_POLLS = 6
 """Number of consecutive checks that must find the same deadlock before it is reported, since a message may be
 on its way."""
 
 
 class OrderError(AssertionError):
-    """Raised for an order of operations with which NCCL would hang or mix up messages. Such an order is
-    always a bug in Weftune."""
+    """Raised for an order of operations between workers with which NCCL would hang or mix up messages. Such
+    an order is always a bug in Weftune."""
 
 
 # -- cycles of workers that wait for one another ---------------------------------------------------------
@@ -39,38 +39,39 @@ class OrderError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The operation for which a worker waits, and the workers that it waits for."""
+    """A worker's wait for an operation, with the workers that it waits for."""
 
     number: int
-    """Serial number of this wait, counted by its worker."""
+    """Serial number of this wait among all waits of its worker."""
     peers: tuple[int, ...]
-    """Workers for which this worker waits; at least one of them is late."""
+    """Workers for which this worker waits. At least one of them has not reached the operation."""
     operation: str
     operation_key: str = ""
-    """Name of the communicator and index of the operation in it. Empty if the worker does not wait for an
-    operation of an `OrderedGroup`."""
+    """Name of the communicator and index of the awaited operation in it. Empty if the worker does not wait
+    for an operation of an `OrderedGroup`."""
 
     def is_at_operation_of(self, other_wait: Wait) -> bool:
-        """Return whether both workers wait at the same operation, and therefore not for each other."""
+        """Return whether the workers of both waits have reached the same operation, and therefore do not wait
+        for each other."""
         return self.operation_key != "" and self.operation_key == other_wait.operation_key
 
 
 class WaitWatch:
     """A detector of deadlocks between workers. Each worker records what it waits for in a store that all
-    share, and searches for a cycle of workers that wait for one another."""
+    workers share, and searches for a cycle of workers that wait for one another."""
 
     def __init__(self, store: Any, worker: int) -> None:
         self._store, self._worker = store, worker
         self._numbers = count()
         self._cycle: tuple[tuple[int, Wait], ...] = ()
-        """Workers of the last cycle that was found, each with its wait."""
+        """Workers of the last cycle of waiting workers that was found, each with its wait."""
         self._repeat_count = 0
-        """Number of consecutive checks in which the last cycle was found again."""
+        """Number of consecutive checks in which the cycle `_cycle` was found again."""
 
     @contextmanager
     def record_wait(self, peers: Sequence[int], operation: str, operation_key: str = "") -> Iterator[None]:
-        """Return a context in which this worker counts as waiting for `peers`. After an OrderError it still
-        counts as waiting, so that the other workers of the deadlock find the deadlock, too."""
+        """Return a context in which this worker is recorded as waiting for `peers`. The record is kept after
+        an OrderError, so that the other workers of the deadlock find the deadlock, too."""
         wait = Wait(next(self._numbers), tuple(peers), operation, operation_key)
         self._store.set(_key(self._worker), json.dumps(asdict(wait)))
         try:
@@ -83,8 +84,8 @@ class WaitWatch:
         self._store.set(_key(self._worker), "")
 
     def check_for_cycle(self) -> None:
-        """Raise OrderError if this worker is in a deadlock, which several consecutive checks must have found.
-        Called repeatedly while the worker waits."""
+        """Raise OrderError if this worker is in a deadlock that several consecutive checks have found. Called
+        repeatedly while the worker waits."""
         cycle = self._find_cycle()
         self._repeat_count = self._repeat_count + 1 if cycle and cycle == self._cycle else 0
         self._cycle = cycle
@@ -94,7 +95,7 @@ class WaitWatch:
 
     def _find_cycle(self) -> tuple[tuple[int, Wait], ...]:
         """Return the workers of a cycle that wait for one another and include this worker, each with its
-        wait. Empty if there is none."""
+        wait. Empty if there is no such cycle."""
         own = self._read(self._worker)
         if own is None:
             return ()
@@ -121,7 +122,7 @@ class WaitWatch:
 
 
 def make_watch(worker: int) -> WaitWatch:
-    """Return a watch that uses the store of the default process group."""
+    """Return a detector of deadlocks for this worker that uses the store of the default process group."""
     return WaitWatch(dist.distributed_c10d._get_default_store(), worker)
 
 
@@ -165,7 +166,7 @@ class Operation:
 
 @dataclass(slots=True)
 class OrderedWork:
-    """An operation that has been enqueued, with the interface of torch's `Work`."""
+    """The handle of an operation that has been enqueued, with the interface of torch's `Work`."""
 
     operation: Operation
     operation_key: str
@@ -255,7 +256,8 @@ class OrderedGroup(dist.ProcessGroup):
             work.done_event.set()
 
     def _await_match(self, operation: Operation) -> None:
-        """Wait until every member has reached its operation; raise OrderError unless all match."""
+        """Wait until every member of the group has reached this operation; raise OrderError unless the
+        operations of all members match."""
         header = operation.header()
         headers = [torch.zeros_like(header) for _ in self._members]
         self._gloo.allgather([headers], [header]).wait()
@@ -268,6 +270,6 @@ class OrderedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Register this backend for process groups with torch, unless it is registered already."""
+    """Register `OrderedGroup` with torch as a backend for process groups, unless it is registered already."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda options, _: OrderedGroup(options), True, ["cpu"])

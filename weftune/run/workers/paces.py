@@ -1,5 +1,5 @@
-"""Measured speeds (paces) of the stages of a pipeline, for the planner. The time of a pass is a linear
-function of its number of rows and, where samples run in chunks, of its attention."""
+"""Measured speeds (paces) of the stages of a pipeline, for the planner. The time of a pass over a stage is
+modelled as a linear function of its number of rows and, where samples run in chunks, of its attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 MAX_MEASUREMENTS = 200
 BACKWARD_GUESS = 1.5
-"""Assumed ratio of the time of a backward to that of a forward, until both have been measured."""
+"""Assumed ratio of the time of a backward to the time of a forward, until both have been measured."""
 
 
 def _new_measurements() -> deque[MeasuredPass]:
@@ -44,9 +44,9 @@ def _new_measurements() -> deque[MeasuredPass]:
 
 @dataclass(slots=True)
 class _Measurements:
-    """The latest passes over a stage in one direction. Passes of chunks are stored apart from those of whole
-    samples, so that they do not displace each other: passes of both sizes are needed to separate the fixed
-    time of a pass from the time per row."""
+    """The latest measured passes over a stage in one direction. Passes of chunks of long samples are stored
+    apart from passes of whole samples, so that they do not displace each other: passes of both sizes are
+    needed to separate the fixed time of a pass from the time per row."""
 
     samples: deque[MeasuredPass] = field(default_factory=_new_measurements)
     chunks: deque[MeasuredPass] = field(default_factory=_new_measurements)
@@ -58,8 +58,9 @@ class _Measurements:
         return [*self.samples, *self.chunks]
 
     def fit(self) -> tuple[Line, float]:
-        """Return the time of a pass as a function of its rows, and the seconds of each of its `squares`. With
-        whole samples alone, the latter is part of the former."""
+        """Return the time of a pass as a function of its rows, and the additional seconds for each of its
+        `squares`, the measure of its attention. If only whole samples have been measured, the second value is
+        0, and the first includes attention."""
         return fit_with_attention(self.all_passes()) if self.chunks else (fit_line(self.samples), 0.0)
 
 
@@ -88,20 +89,20 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """Create the speeds of stages that have not been measured. `layers` is the number of layers of each
+        """Create the record of speeds, with no stage measured. `layers` is the number of layers of each
         stage, from which times are guessed until they are measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Predicted times of Loads (copies of stages to the device), which are not measured. None unless
-        stages are streamed."""
+        """Predicted times of Loads (copies of stages to the device), which are not measured. None if stages
+        are not streamed."""
 
     @property
     def has_measurements(self) -> bool:
         return all(stage.forwards.all_passes() and stage.backwards.all_passes() for stage in self._stages)
 
     def add_measurements(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Add the measurements in the reports of all workers. The time of an optimizer step counts for all
-        stages of its worker."""
+        """Add the times of actions in the reports of all workers. The time of an optimizer step counts for
+        all stages of its worker."""
         for worker, report in enumerate(reports):
             homes = program.stage_devices(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
@@ -121,8 +122,8 @@ class Paces:
     def _add_measurement(
         self, timed_action: TimedAction, seconds: float, program: Program, worker_stages: Sequence[_Stage]
     ) -> None:
-        """Add the measurement of an action. For a pass that ran half a layer at a time, `seconds` includes
-        all halves with their waits, so that it is the time that the pass adds to the window."""
+        """Add the measured time of an action. For a pass that ran half a layer at a time, `seconds` includes
+        all of its parts and their waits, so that it is the time that the pass adds to the Program."""
         match timed_action.action:
             case Forward(number, stage) | Evaluate(number, stage) | Score(number, stage):
                 plan = program.microbatches[number]
@@ -142,18 +143,18 @@ class Paces:
         )
 
     def guessed_stages(self) -> tuple[StagePace, ...]:
-        """Return the speeds (paces) of the stages as guessed from their numbers of layers alone."""
+        """Return speeds (paces) of the stages, guessed from their numbers of layers alone."""
         return tuple(stage.guess_pace() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
-        """Return the simulated time of a window in seconds, or None while nothing has been measured."""
+        """Return the simulated time of a Program in seconds, or None if not all stages have been measured."""
         return mean(one.makespan for one in self.varied_timelines(program)) if self.has_measurements else None
 
     def timeline(self, program: Program) -> Timeline:
-        """Return the simulated timeline of a window in which every pass takes its predicted time."""
+        """Return the simulated timeline of a Program in which every pass takes its predicted time."""
         return predict_timeline(program, self.stages(), self.loads)
 
     def varied_timelines(self, program: Program) -> list[Timeline]:
-        """Return a few simulated timelines of the same window, in which the times of passes vary as the
-        measured ones did."""
+        """Return a few simulated timelines of the same Program, in which the times of passes vary as much as
+        the measured times did."""
         return vary_timelines(program, self.stages(), self.loads)

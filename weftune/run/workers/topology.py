@@ -1,5 +1,6 @@
 """The PCIe root complex of each GPU, and the assignment of GPUs to workers that stream a base together. GPUs
-are ordered such that stages that are loaded at the same time share no root complex (Mobius 3.3)."""
+are ordered such that stages that are loaded at the same time share no root complex, as section 3.3 of the
+Mobius paper proposes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from weftune.plan.layout.mapping import Topology, least_contention_order
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
 """Assumed number of stages per GPU when possible orders of the GPUs are compared. The real number is not
-known yet when workers choose their GPUs."""
+known yet at that time."""
 
 
 def assign_gpus(count: int) -> tuple[int, ...]:
@@ -24,9 +25,9 @@ def assign_gpus(count: int) -> tuple[int, ...]:
 
 
 def order_gpus(root_complexes: Sequence[str | None]) -> tuple[int, ...]:
-    """Return the indices of the GPUs in the order in which workers use them, which keeps GPUs of one root
-    complex apart. `root_complexes` contains the root complex of each GPU. If one is unknown, the order is 0,
-    1, 2, ..."""
+    """Return the indices of the GPUs in the order in which workers use them, which keeps GPUs of the same
+    root complex apart. `root_complexes` contains the root complex of each GPU. If one of them is unknown, the
+    order is 0, 1, 2, ..."""
     known = [root for root in root_complexes if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(root_complexes) or len(names) < 2:
@@ -37,13 +38,15 @@ def order_gpus(root_complexes: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def find_root_complex(address: str, devices: Path = PCI) -> str | None:
-    """Return the root complex above a PCI device in the kernel's device tree; None if it is not found."""
+    """Return the PCIe root complex above a PCI device in the kernel's device tree. None if the device is not
+    found."""
     path = (devices / address).resolve()
     return next((part for part in path.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
 def _pci_address(gpu: int) -> str | None:
-    """Return the PCI address of a GPU as the kernel writes it; None if this torch does not provide it."""
+    """Return the PCI address of a GPU as the kernel writes it. None if this version of torch does not provide
+    the address."""
     properties = torch.cuda.get_device_properties(gpu)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:

@@ -32,7 +32,7 @@ from weftune.plan.program.simulate import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
 MAX_ACTIONS = 200_000
-"""Maximum number of actions that are kept. In a longer run, the last ones are kept."""
+"""Maximum number of actions that are kept. In a longer run, the earliest actions are dropped."""
 
 
 class Trace:
@@ -41,7 +41,7 @@ class Trace:
         self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """Add the actions of the window that has just run."""
+        """Add the actions of the Program that has just run, as reported by all workers."""
         self._workers = max(self._workers, len(reports))
         for worker, report in enumerate(reports):
             for one in report.times:
@@ -67,8 +67,8 @@ class Trace:
 
 
 def make_timeline(reports: Sequence[WorkerReport]) -> Timeline:
-    """Return the measured timeline of a window in the form of the simulator's. A worker is busy in its passes
-    and its optimizer steps."""
+    """Return the measured timeline of a Program in the same form as the simulator's timelines. A worker is
+    busy in its passes and its optimizer steps."""
     passes = [
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)

@@ -23,25 +23,27 @@ from weftune.run.workers.groups import Purpose, WorkerConnections
 from weftune.run.workers.mailbox import DirectInbox, Inbox, Outbox, PeerLane, create_inbox
 
 DECISION_VALUES = 2
-"""Number of values in a decision: the batch's index in the Program, and the norm of its gradient."""
+"""Number of values in a decision on an optimizer step: the index of the global batch in the Program, and the
+norm of its gradient."""
 SUMS_PER_MESSAGE = 2 + MAX_METRICS
-"""Number of values after the gradient in a message between replicas: loss, correct predictions, metrics."""
-SUMS_VALUES = 2 + SUMS_PER_MESSAGE
-"""Number of values in the sums of a batch: its index, the squared norm, then loss, correct predictions and
+"""Number of values after the gradient in a message between replicas: loss, correct predictions, and
 metrics."""
+SUMS_VALUES = 2 + SUMS_PER_MESSAGE
+"""Number of values in the sums over a global batch: its index in the Program, the squared norm of its
+gradient, then loss, correct predictions and metrics."""
 
 SCORE_VALUES = 4
-"""Number of values in a message with scores: sum and number of the mismatched samples of a batch (for the KL
-term of KTO), then of the held-out samples."""
+"""Number of values in a message with scores for the KL term of KTO: sum and number of values for a global
+batch, then sum and number of values for the held-out samples."""
 
 NOWHERE = slice(0, 0)
 AnyInbox = Inbox | DirectInbox
 StepKey = tuple[str, int]
-"""A job and the number of its step."""
+"""The name of a job, and the number of one of the job's optimizer steps."""
 
 
 class Transport:
-    """The connections of one worker for all messages while a Program runs."""
+    """The connections of one worker over which tensors and decisions are exchanged while a Program runs."""
 
     def __init__(
         self,
@@ -51,8 +53,8 @@ class Transport:
         device: torch.device,
         delay: float = 0.0,
     ) -> None:
-        """Open the connections. `width` is the hidden width. `delay` is the number of seconds that are added
-        to the time of every message, to emulate a slow link in tests and benchmarks."""
+        """Open the connections. `width` is the hidden width of the model. `delay` is the number of seconds
+        that are added to the time of every message, to emulate a slow link in tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
 
@@ -76,8 +78,9 @@ class Transport:
         self.scores = Exchange(connections, "scores", torch.float64, cpu)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
-        """Post in advance the receives of a worker's list of actions. `sizes` maps each job to the number of
-        parameters of its slice."""
+        """Post in advance the receives in the actions of a worker. `worker` is the index of its list of
+        actions in the Program, and `sizes` maps each job to the number of parameters that this worker
+        holds."""
         actions = program.devices[worker]
         self.exchange.expect(program, lambda job: sizes[job] + SUMS_PER_MESSAGE)
         self.scores.expect(program, lambda job: SCORE_VALUES)
@@ -103,12 +106,12 @@ class Transport:
         outbox.send(tensor_TD)
 
     def zeros(self, rows: int) -> Tensor:
-        """Return zeros for `rows` rows of hidden states or of their gradient. They are sent if the tensor was
-        never computed."""
+        """Return zeros for `rows` rows of hidden states or of their gradient, which are sent in place of a
+        tensor that was never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def receive_sums(self) -> Tensor:
-        """Return the next sums of a batch over all later stages."""
+        """Return the next message with the sums over a job's global batch in all later stages."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, receive no sums"
         return self._sums_in.receive("the sums of a batch")
 
@@ -117,19 +120,21 @@ class Transport:
         self._sums_out.send(sums)
 
     def receive_decision(self) -> Tensor:
-        """Return the first worker's next decision, after forwarding it."""
+        """Return the first worker's next decision on an optimizer step, after forwarding it to the next
+        stage."""
         assert self._decision_in is not None, "the first worker decides by itself"
         decision = self._decision_in.receive("a decision")
         self.send_decision(decision)
         return decision
 
     def send_decision(self, decision: Tensor) -> None:
-        """Send a decision to the next stage, and from the first worker also to the other replicas."""
+        """Send a decision on an optimizer step to the next stage, and from the first worker also to the other
+        replicas."""
         for outbox in self._decisions_out:
             outbox.send(decision)
 
     def flush(self) -> None:
-        """Wait until all messages that were sent have been received."""
+        """Wait until the other workers have received all messages that were sent."""
         for outbox in self._outboxes():
             outbox.flush()
 
@@ -153,14 +158,15 @@ def _single_lane(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 
 
 class _Replica:
-    """The messages from one worker of another replica, in the order of that worker's list of actions."""
+    """The messages from one worker of another replica (copy of the pipeline), in the order of that worker's
+    actions in the Program."""
 
     def __init__(
         self, lane: PeerLane, shards: int, payload: Reduced, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.worker, self._payload = lane.peer // shards, payload
-        """Index of the worker's list of actions, and the payload of those Reduce actions that send
-        messages."""
+        """Index of the sender's list of actions in a Program, and the payload of those of its Reduce actions
+        that send messages."""
         self.inbox = create_inbox(lane, dtype, device)
         self._expected_keys: deque[StepKey] = deque()
         self._received_messages: dict[StepKey, Tensor] = {}
@@ -178,7 +184,8 @@ class _Replica:
         return key in self._received_messages or key in self._expected_keys
 
     def receive(self, key: StepKey) -> Tensor:
-        """Return the message of a job's batch. Messages of other jobs that arrive earlier are kept."""
+        """Return the message with this key (job and step). Messages of other jobs that arrive earlier are
+        kept."""
         while key not in self._received_messages:
             self._received_messages[self._expected_keys.popleft()] = self.inbox.receive(
                 f"the {self._payload} of a batch from list {self.worker}"
@@ -187,10 +194,11 @@ class _Replica:
 
 
 class Exchange:
-    """The exchange of gradients, or of scores, with the workers that hold the same stage in other replicas.
+    """The exchange of gradients, or of scores, with the workers that hold the same stage in other replicas
+    (copies of the pipeline).
 
-    Every replica adds in the same order, so that all replicas get the same bits, and so do two runs. Sending
-    never blocks: gradients are transferred while the workers continue to compute.
+    Every replica adds the messages in the same order, so that all replicas, and repeated runs, get the same
+    bits. Sending never blocks: gradients are transferred while the workers continue to compute.
     """
 
     def __init__(
@@ -211,20 +219,21 @@ class Exchange:
         self._own_messages: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, size: Callable[[str], int]) -> None:
-        """Post in advance the receives of a Program. `size` returns the number of values in a message of a
+        """Post in advance the receives of a Program. `size` returns the number of values in a message about a
         job."""
         for other in self._others:
             other.expect(program, size)
 
     def send_to_replicas(self, key: StepKey, message_N: Tensor) -> None:
-        """Send a message to all other replicas; `message_N` must not be changed afterwards."""
+        """Send a message to all other replicas (copies of the pipeline). `message_N` must not be changed
+        afterwards."""
         self._own_messages[key] = message_N
         for outbox in self.outboxes:
             outbox.send(message_N)
 
     def sum(self, key: StepKey, worker: int, maxima: slice = NOWHERE) -> Tensor:
-        """Return the sum of the messages of all replicas, in their order; at the indices `maxima`, return the
-        maximum. Waits until all messages have arrived."""
+        """Return the sum of the messages with this key (job and step) over all replicas, added in their
+        order. At the indices `maxima`, return the maximum. Waits until all messages have arrived."""
         parts_N = {other.worker: other.receive(key) for other in self._others if other.has_message(key)}
         if key in self._own_messages:
             parts_N[worker] = self._own_messages.pop(key)

@@ -1,5 +1,5 @@
-"""A worker's part of the base, the executor that runs its list of actions, and the loop of every worker of a
-pipeline except the first, which executes commands one by one."""
+"""A worker's part of the base, the executor that runs its actions of a Program, and the loop in which every
+worker of a pipeline except the first executes commands one by one."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def shard_team(connections: WorkerConnections) -> ShardTeam | None:
 def load_part(
     spec: BaseSpec, device: torch.device, part: WorkerLayout, team: ShardTeam | None = None
 ) -> Base | StreamedBase:
-    """Load a worker's part of the base: in a pipeline one resident stage, otherwise streamed stages that take
-    turns on the device, or a shard of either."""
+    """Load a worker's part of the base: one resident stage of a pipeline, streamed stages that take turns on
+    the device, or a shard of either."""
     if not part.layout.is_pipeline:
         return load_streamed(spec, device, part.layout, worker=part.worker, team=team)
     if team is not None:
@@ -94,7 +94,7 @@ def load_part(
 
 
 def loaded_base(loaded_part: Base | StreamedBase) -> Base:
-    """Return the base model of a worker's part, which is either resident or streamed."""
+    """Return the base model of a worker's part, which is either resident on the device or streamed."""
     return loaded_part.whole if isinstance(loaded_part, StreamedBase) else loaded_part
 
 
@@ -105,8 +105,8 @@ def worker_executor(
     worker: int,
     team: ShardTeam | None = None,
 ) -> tuple[Executor, Agreed]:
-    """Return the executor that runs the list of actions with the index `worker`, and its agreement with the
-    other workers."""
+    """Return the executor that runs the list of actions with the index `worker` in a Program, and its
+    agreement with the other workers on optimizer steps."""
 
     def make_agreement(adapters: AdapterState, timer: ActionTimer, shards: Shards | None) -> Agreed:
         return Agreed(adapters, timer, transport, worker, shards)
@@ -129,7 +129,7 @@ def worker_executor(
 
 
 def serve(connections: WorkerConnections, device: torch.device) -> None:
-    """Execute commands until the first worker sends `End`."""
+    """Execute the first worker's commands until it sends `End`."""
     receiver = CommandReceiver(connections)
     first = receiver.next_command()
     if isinstance(first, End):
@@ -228,8 +228,8 @@ class Worker:
         self.receiver.answer(report)
 
     def _save(self, job: str) -> None:
-        """Take a snapshot of the job, and write it as this worker's file (slice) of the checkpoint. The first
-        worker is notified when the slice is written, or why that is not possible."""
+        """Take a snapshot of the job, and write it as this worker's file (slice) of the checkpoint. A message
+        to the first worker says when the slice is written, or why that is not possible."""
         self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
