@@ -231,11 +231,11 @@ class Choices:
         return file.add(trial.key, MeasuredPlan(fastest_plan(plan_times), plan_times), trial.plans).plan
 
 
-def fastest_plan(plan_seconds: Mapping[ProductPlan, float]) -> ProductPlan:
+def fastest_plan(plan_times: Mapping[ProductPlan, float]) -> ProductPlan:
     """Return the first product plan, in the order of `ProductPlan`, whose time is at most `TIE` times the
     shortest."""
-    enough = TIE * min(plan_seconds.values())
-    return next(plan for plan in ProductPlan if plan in plan_seconds and plan_seconds[plan] <= enough)
+    enough = TIE * min(plan_times.values())
+    return next(plan for plan in ProductPlan if plan in plan_times and plan_times[plan] <= enough)
 
 
 @dataclass(frozen=True, slots=True)
