@@ -135,7 +135,8 @@ class ServiceClient:
         return str(self.request("GET", "/v1/models")["data"][0]["id"])
 
     def job(self, name: str) -> dict[str, Any]:
-        """Return the job with this id, or the newest one with this suffix."""
+        """Return the service's record of the job with the id `name` or, if there is none, of the newest job
+        with this suffix."""
         if name.startswith("ftjob-"):
             return dict(self.request("GET", f"/v1/fine_tuning/jobs/{urllib.parse.quote(name, safe='')}"))
         for job in self.list_items("/v1/fine_tuning/jobs"):
@@ -157,8 +158,8 @@ class ServiceClient:
 
 
 def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
-    """Yield the jobs to submit, each with its sweep if it has one. A sweep is submitted as one job; the
-    service creates its trials."""
+    """Yield the jobs to submit from a jobs file, each with its sweep if it has one. A sweep is submitted as
+    one job; the service creates the sweep's trials (one job for each combination of values)."""
     sweeps = {trial.name: sweep for sweep in run.sweeps for trial in sweep.trials}
     for job in run.jobs:
         if (sweep := sweeps.get(job.name)) is None:

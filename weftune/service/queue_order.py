@@ -17,12 +17,13 @@ from weftune.service.store.records import JobRow, TrainingStore, WindowRow
 from weftune.service.store.requests import RequestStore, Submission
 
 QUEUE = "queue"
-"""Key in the database record of a window for the inputs of the admission policy (`queue_values`)."""
+"""Key, in the database record of a window, under which the inputs of the admission policy (`queue_values`)
+are stored."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
 """Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
 BYTES_PER_TOKEN = 4
-"""Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
+"""Assumed bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
 
 def make_policy(quotas: Quotas) -> FairShare:
@@ -35,7 +36,8 @@ def decay_usage(tokens: float, seconds: float) -> float:
 
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
-    """Return the inputs of the admission policy as JSON values, which are recorded with each window."""
+    """Return the inputs of the admission policy (each job's waiting time and size, and the tenants' recent
+    usage) as JSON values for the record of a window."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -123,7 +125,7 @@ def new_job(requests: RequestStore, submission: Submission, position: int = 0) -
 
 
 def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
-    """Return a job shape in which only the fields that policies read are set."""
+    """Return a job's shape (its sizes) in which only the fields that scheduling policies read are set."""
     return JobShape(
         name=name,
         priority=priority,
@@ -135,5 +137,5 @@ def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
 
 
 def ordered_names(shapes: Sequence[JobShape]) -> list[str]:
-    """Return the names of ranked jobs, beginning with the next job to be admitted."""
+    """Return the names of ranked jobs, in the order in which they will be admitted."""
     return [shape.name for shape in sorted(shapes, key=lambda one: (-one.priority, one.file_position))]

@@ -26,7 +26,8 @@ from weftune.service.store.requests import RequestStore
 ROUTERS = (files.router, jobs.router, models.router, chats.router, native.router, sweeps.router, page.router)
 LOOPBACK = ("127.0.0.1", "::1")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers that a proxy adds to requests from other machines."""
+"""HTTP headers whose presence shows that a proxy has forwarded a request, which may come from another
+machine."""
 
 
 def create_app(
@@ -37,7 +38,8 @@ def create_app(
     chat: ChatClient,
     limits: RequestLimits | None = None,
 ) -> FastAPI:
-    """Return the application. The caller has opened `requests` for writing and `training` for reading."""
+    """Return the service's HTTP application. The caller has opened `requests` for writing and `training` for
+    reading."""
     preparer = Preparer(settings, requests)
 
     @asynccontextmanager

@@ -41,7 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Maps parameters of OpenAI's API that are not supported to the values that have no effect."""
+"""Maps each parameter of OpenAI's API that is not supported to the values that are accepted, because they
+have no effect."""
 EXAMPLE: dict[str, Any] = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Hello"}],

@@ -1,5 +1,5 @@
-"""Parts that all routes share: the service's stores, the tenant of a request, and routes that read JSON
-strictly."""
+"""Parts that all HTTP routes share: access to the service's stores, the tenant of a request, and a route
+class that parses JSON strictly."""
 
 from __future__ import annotations
 

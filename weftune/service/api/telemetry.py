@@ -91,7 +91,8 @@ class _Stores(Collector):
 
 
 def _memory_metric(memory: Mapping[str, Any]) -> Metric:
-    """Return a metric of a window's device bytes, labelled by purpose."""
+    """Return a Prometheus metric of device bytes, labelled by purpose, from the memory values of a window's
+    record."""
     metric = GaugeMetricFamily(
         "weftune_memory_bytes", "Device bytes in the last window by purpose.", labels=["part"]
     )

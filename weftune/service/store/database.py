@@ -46,7 +46,8 @@ class StoreUnavailable(WeftuneError):
 
 
 class Database:
-    """Thread-safe connections of one process to one set of tables."""
+    """Thread-safe connections of one process to one of the two sets of tables, that of clients' requests or
+    that of training."""
 
     def __init__(self, readers: Engine, writer: Engine | None, busy_seconds: float) -> None:
         self._readers, self._writer = readers, writer
@@ -202,7 +203,8 @@ def _postgres_engine(url: str, busy_seconds: float, **keys: Any) -> Engine:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise StoreUnavailable for errors that are not bugs, such as a lock, a full disk, or missing tables."""
+    """Convert database errors that are not bugs, such as a lock, a full disk, or missing tables, to
+    StoreUnavailable."""
     try:
         yield
     except (OperationalError, PoolTimeoutError) as error:
@@ -255,8 +257,8 @@ def _schema_revision(connection: Connection, tables: TableSet) -> str | None:
 
 @contextmanager
 def _upgrade_exclusively(connection: Connection, settings: ServiceSettings) -> Iterator[None]:
-    """Hold a lock so that only one process upgrades the tables. The lock is released when the process
-    ends."""
+    """Hold a database lock during the block so that only one process upgrades the tables. The lock is
+    released even if the process dies."""
     if settings.database is not None:
         lock = "(hashtext('weftune upgrade'))"
         with connection.begin():

@@ -1,4 +1,5 @@
-"""The records of the training process: jobs, transitions, events, checkpoints, receipts, and its lease."""
+"""The records that the training process keeps in the database: jobs, transitions between states, events,
+checkpoints, receipts (used resources), and its lease (its exclusive right to write)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ Measured = Literal["train", "eval", "base", "rung"]
 
 
 class LeaseHeld(WeftuneError):
-    """An error raised if another process holds the lease, or may still hold it."""
+    """An error raised if another process holds, or may still hold, the lease: the exclusive right to write
+    the training tables."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
@@ -50,7 +52,8 @@ class LeaseHeld(WeftuneError):
 
 
 class LeaseLost(WeftuneError):
-    """An error raised if another process has taken the lease. This process must end without writing."""
+    """An error raised if another process has taken the lease, the exclusive right to write the training
+    tables. The process that lost the lease must end without writing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -104,10 +107,11 @@ class EventRow:
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
-    """Kind of samples on which the metrics were measured, or `rung` for evaluations and decisions at the
-    steps where a sweep compares its trials. None for all other events."""
+    """Kind of samples on which the metrics were measured, or `rung` for evaluations and decisions at a rung
+    (a step at which a sweep compares its trials). None for all other events."""
     step: int | None = None
-    """Step at which the metrics were measured, or the number of a sweep's decision."""
+    """Step at which the metrics were measured or, for an event of a sweep, the number of the sweep's
+    decision."""
     number: int = 0
 
 
@@ -140,7 +144,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRow:
-    """An executed window (microbatches that were planned together), with planned and measured values."""
+    """An executed window (a few global batches of every job, planned together), with planned and measured
+    values."""
 
     at: float
     values: Mapping[str, Any]
@@ -150,7 +155,7 @@ class WindowRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRow:
     holder: str
-    """Process that holds the lease. Empty if it has been released."""
+    """Name of the process that holds the lease. Empty if the lease has been released."""
     token: int
     renewals: int
     seconds: float
@@ -176,7 +181,8 @@ class Changes:
     number."""
     windows: Sequence[WindowRow] = ()
     cursors: Mapping[str, int] = field(default_factory=dict)
-    """Maps `prepared` and `commands` to the number of the last row that has been applied."""
+    """Maps `prepared` (prepared jobs) and `commands` (requests to change jobs) to the number of the last row
+    that has been applied."""
 
 
 class TrainingStore:
@@ -189,8 +195,8 @@ class TrainingStore:
         self._token: int | None = None
         """Fencing token of the lease that this process holds. None if it holds none."""
         self._observed_lease: tuple[tuple[int, int], float] | None = None
-        """Token and number of renewals of another process's lease, and the monotonic time at which they were
-        first observed."""
+        """Observation of another process's lease: a pair of its token and number of renewals, and the
+        monotonic time, in seconds, at which these were first seen."""
 
     def close(self) -> None:
         self._database.close()
@@ -223,8 +229,8 @@ class TrainingStore:
         return now - self._observed_lease[1] > lease.seconds * PATIENCE
 
     def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
-        """Take the lease and return the fencing token. Return None if another process has changed the lease
-        in the meantime."""
+        """Take the lease (the exclusive right to write) and return the fencing token. Return None if another
+        process has changed the lease since `lease` was read."""
         values = {
             "holder": holder,
             "token": 1 if lease is None else lease.token + 1,
@@ -472,8 +478,8 @@ class TrainingStore:
             return [to_record(WindowRow, row) for row in connection.execute(query)]
 
     def cursors(self) -> dict[str, int]:
-        """Return a mapping from `prepared` and `commands` to the number of the last applied row. Empty if
-        none has been applied."""
+        """Return a mapping from `prepared` (prepared jobs) and `commands` (requests to change jobs) to the
+        number of the last row that has been applied. Empty if none has been applied."""
         with self._database.read() as connection:
             return {row.name: row.number for row in connection.execute(select(cursors))}
 
@@ -520,7 +526,8 @@ def has_exited(holder: str) -> bool:
 
 
 def _machine_name() -> str:
-    """Return a name of this machine since its last boot, within which process ids are unique."""
+    """Return a name of this machine that changes at every boot, so that a process id is unique together with
+    it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}.{boot}.{os.stat('/proc/self/ns/pid').st_ino}"

@@ -49,7 +49,8 @@ class FileRecord:
 class Submission:
     """A job as it was submitted. The training process records its state separately.
 
-    A sweep is submitted as one job that is not trained itself, followed by a job for each of its trials.
+    A sweep is submitted as one job that is not trained itself, followed by one submission for each of its
+    trials (the jobs that are trained).
     """
 
     id: str
@@ -72,7 +73,8 @@ class Submission:
     """Id of the sweep's job: for a trial, the sweep that it belongs to; for a sweep, its own id. None for all
     other jobs."""
     trial: Mapping[str, Any] | None = None
-    """Values in which a trial differs from the sweep's other trials, by dotted key."""
+    """Values in which a trial differs from the sweep's other trials, by dotted key such as `adapter.rank`.
+    None for a job that is no trial."""
     number: int = 0
 
     @property
@@ -291,8 +293,8 @@ class RequestStore:
             return [to_record(Submission, row) for row in connection.execute(query)]
 
     def mark_prepared(self, job: str, refusal: Mapping[str, Any] | None = None) -> None:
-        """Record that a job is prepared or, with `refusal`, that it cannot be trained. Only the first call
-        for a job has an effect."""
+        """Record that a job is prepared (checked and tokenised) or, with `refusal`, that it cannot be
+        trained. Only the first call for a job has an effect."""
         row = {"job": job, "at": time.time(), "refusal": refusal}
         with self._database.write() as connection:
             insert_rows(connection, prepared, [row])
