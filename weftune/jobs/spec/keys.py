@@ -184,8 +184,8 @@ def shared_value_reason(location: Sequence[str | int]) -> str | None:
 
 
 INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
-"""Sections of jobs.yaml that are nested in other sections. Their keys are not suggested for unknown keys
-elsewhere."""
+"""Names of the sections of jobs.yaml that are inside other sections. Their keys are not suggested as
+corrections outside these sections."""
 
 FOREIGN: Mapping[str, str] = {
     "adapter.rank": "r lora_r lora_rank",
@@ -270,7 +270,7 @@ _ADVICE: Mapping[str, str] = {
     "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
 ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
-"""Maps keys of other tools that Weftune has under another name to additional advice for the error message."""
+"""Maps keys of other tools that have another name in Weftune to additional advice for the error message."""
 
 _ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",

@@ -39,10 +39,8 @@ from weftune.jobs.store.status import (
 
 
 class JobStore(Protocol):
-    """The store of a running loop: the status of its jobs, and the lines that it writes about them.
-
-    `Store` keeps them in an output folder. A service keeps them in its database.
-    """
+    """The records of a running training loop: the status of its jobs, and the lines that it writes about
+    them. `Store` keeps these in an output folder, and a service keeps them in its database."""
 
     @property
     def output(self) -> Path: ...
@@ -52,7 +50,8 @@ class JobStore(Protocol):
 
     @property
     def rebuild_note(self) -> str:
-        """Sentence about the damage if the status had to be rebuilt. Empty otherwise."""
+        """Sentence about the damage if the status of the run was damaged and had to be rebuilt. Empty
+        otherwise."""
         ...
 
     @property
@@ -140,7 +139,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
 
 
 def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
-    """Raise an error if the output folder cannot be used for a run, without writing anything."""
+    """Raise an error if the output folder cannot be used for a run. Nothing is written."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file; choose another --output")
@@ -154,8 +153,8 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one of several processes among which the jobs are divided. The store must
-    exist already."""
+    """Open and lock the store of a process that trains a part of the jobs. The store, which the launcher
+    creates, must exist already."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -166,7 +165,7 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
-    """Return the store of an output folder. Jobs that an earlier process did not finish are queued."""
+    """Return the store of an output folder. Jobs that an earlier process left unfinished are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
     store.requested_pauses = requested_pauses(status)
     return store
@@ -214,11 +213,11 @@ class Store:
         self.output = output
         """Output folder of the run, which contains the folders of its jobs."""
         self.records = records
-        """Folder of this store's own files: the output or, if several processes divide the jobs, a folder
-        inside it."""
+        """Folder of this store's own files: the output folder or, if several processes each train a part of
+        the jobs, a folder inside it."""
         self._run = status
-        """Status of the run without its jobs and the time of the last write, which are separate
-        attributes."""
+        """Status of the run. Its fields for jobs and for the time of the last write are not used, since
+        separate attributes hold them."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
@@ -230,11 +229,12 @@ class Store:
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock that is held while lines are appended and while the content of a write is collected."""
+        """Lock that is held while lines of metrics or windows are appended in memory, and while the content
+        of a write to disk is collected."""
         self._disk = threading.RLock()
         """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
         self._written = float("-inf")
-        """Time of the last attempt to write the status."""
+        """Monotonic time, in seconds, of the last attempt to write the status."""
         self._late: threading.Timer | None = None
         """Timer that will write the status within a second."""
         self._trouble: OutputError | None = None
@@ -411,8 +411,8 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Return whether the next change of the status is written immediately, since the last write is at
-        least `STATUS_SECONDS` ago."""
+        """Return whether the next change of the status should be written immediately, since the last write is
+        at least `STATUS_SECONDS` ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:
@@ -447,7 +447,8 @@ class Store:
             self._late = None
 
     def merge_shares(self) -> None:
-        """Merge the stores of all shares of the jobs into this store, and delete them."""
+        """Merge the stores of all shares (parts of the jobs, each trained by one process) into this store,
+        and delete them."""
         # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()

@@ -74,7 +74,7 @@ class Trial:
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Pairs of an ended trial and its last metric, which is None if the trial has none."""
+"""Sequence of pairs: a trial that has ended, and its last metric, which is None if the trial has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class Sweep:
 
 
 def location_of(key: str) -> Loc:
-    """Return the location of a dotted key, such as `("adapter", "rank")` for `adapter.rank`. Patterns at the
-    end of a key may contain dots."""
+    """Return the location of a dotted key, such as `("adapter", "rank")` for `adapter.rank`. Only the last
+    part may contain dots itself, as patterns do."""
     return tuple(key.split(".", 2))
 
 
