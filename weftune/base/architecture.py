@@ -1,5 +1,5 @@
-"""The sizes of a base (a `ModelShape`), computed from its config.json alone. They equal those of the loaded
-model."""
+"""The sizes of a base model (a `ModelShape`), computed from its config.json alone. They equal the sizes of
+the loaded model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ count."""
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer with these linears and experts, and with `other_parameters` parameters besides
-    theirs."""
+    """Return a `_Layer` with the given linears and experts. `other_parameters` is the number of its
+    parameters besides those of the linears and experts."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -106,12 +106,13 @@ DEFAULTS: Mapping[str, Config] = {
         "linear_num_value_heads": 32,
     },
 }
-"""Maps each family to default values of keys that its config.json may omit."""
+"""Maps each model family to default values of keys that its config.json may omit."""
 
 
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
-    """Return the sizes of a base with this config.json, quantised as `spec` requests. Raise BaseModelError if
-    its family is unknown, or if its positions cannot be scaled as `spec` requests."""
+    """Return the sizes of the base model with this config.json, quantised as `spec` requests. Raise
+    BaseModelError if the model's family is unknown, or if its positions cannot be scaled as `spec`
+    requests."""
     shape, found = model_shape(config, spec.model, bytes_per_value), read_quantisation(config, spec)
     if spec.rope_scaling is not None:
         text = text_values(config) if config.get("model_type") in WRAPPERS else config
@@ -164,8 +165,8 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
 
 def has_half_layers(config: Config) -> bool:
     """Return whether the layers of a base with this config.json can run in two halves (attention and
-    feed-forward), so that the sums over shards of one microbatch overlap with the computation of another.
-    This requires fused layers."""
+    feed-forward), so that the sums over shards (tensor parallelism) of one microbatch overlap with the
+    computation of another microbatch. This requires fused layers."""
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     structure = DECODERS.get(str(text.get("model_type")))
     return (
@@ -194,8 +195,8 @@ def refuse_uneven_shards(heads: int, key_heads: int, intermediate_size: int, nam
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
-    """Return the sizes of the base `name` without quantisation. Raise BaseModelError if its family is
-    unknown."""
+    """Return the sizes of the base model `name` without quantisation. Raise BaseModelError if the model's
+    family is unknown."""
     wrapped = config.get("model_type") in WRAPPERS
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))

@@ -1,5 +1,5 @@
-"""Rules for which models can be a base: known families, unsupported model types, and a check at load that
-packed samples get the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base model: known families, unsupported model types, and a check at load
+that packed samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -35,7 +35,7 @@ SUPPORTED_MODELS = (
 RESETTABLE_MODEL_TYPES = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers are reset at the start of every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
-"""Config keys whose value is a list with the type of each layer."""
+"""Keys of a model's config whose value is a list with the type of each layer."""
 RECURRENT = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )

@@ -17,9 +17,9 @@ from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, is_nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """The structure of a layer: norm → q,k,v → rotary → attention → o, and norm → gate,up → activation →
-    down, each branch with a residual connection. Names are module paths inside a layer; the defaults are
-    Llama's."""
+    """The structure of a decoder layer in a model family: norm → q,k,v → rotary → attention → o, and norm →
+    gate,up → activation → down, each branch with a residual connection. Names are module paths inside a
+    layer; the defaults are Llama's."""
 
     config: Mapping[str, Any]
     """Default values of keys that the family's config.json may omit."""
@@ -40,13 +40,14 @@ class DecoderFacts:
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
-    """Norms applied to every head of q and of k before the rotary embedding."""
+    """Paths of the norms that are applied to every head of q and of k before the rotary embedding. None if
+    there are no such norms."""
     norm_offset: float = 0.0
     """Value added to the weights of all norms."""
     norm_eps: str = "variance_epsilon"
-    """Name of the attribute in which a norm's module keeps its eps."""
+    """Value that is added to the weights of all norms before they are applied."""
     activation_key: str = "hidden_act"
-    """Key of the activation in the config."""
+    """Key of the model's config whose value names the activation function."""
     activations: tuple[str, ...] = ("silu",)
     """Activation functions that fused layers support. Layers with other activation functions run as in
     transformers."""
@@ -71,7 +72,7 @@ COMMON: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Default values of config keys that most families share."""
+"""Default values of config keys that most model families share."""
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 DECODERS: Mapping[str, DecoderFacts] = {
@@ -139,7 +140,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
         activations=("gelu_pytorch_tanh",),
     ),
 }
-"""Maps a model type to its properties."""
+"""Maps the model type of a Llama-like family to the structure of its layers."""
 
 
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
@@ -232,7 +233,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
         stored_names=("gate_proj", "up_proj", "down_proj"),
     ),
 }
-"""Maps a model type to its properties."""
+"""Maps the model type of a mixture-of-experts family to the structure of its layers."""
 
 
 # -- wrappers: only their text tower is trained, under the names that it has in the wrapper, so that PEFT and
@@ -250,9 +251,9 @@ SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
 }
 """Maps a text tower without its own causal model class to the family that computes the same on text, and
-default values that differ. (Qwen3-VL rotates by three positions, which are equal for text.)"""
+default values that differ. For example, Qwen3-VL rotates by three positions, which are equal for text."""
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Config keys of the rotary embedding that have no effect on text."""
+"""Keys in a config's RoPE parameters that have an effect on images only."""
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,8 @@ class PackedDeltaNet:
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the recurrence and its last state. The first `earlier_inputs` rows belong to
-        an earlier pass and are inputs of the convolution only; `matrix` is the state of the recurrence after
-        that pass."""
+        an earlier pass and enter the convolution only, not the recurrence; `matrix` is the state of the
+        recurrence after that pass."""
         module = self._module
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
         qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[

@@ -126,8 +126,8 @@ def find_damaged_file(folder: Path) -> str:
 
 @cache
 def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the name of a damaged file of a converted folder, or "", as `find_damaged_file` does. The result
-    is cached until `file_states`, the name, size and modification time of each file, changes."""
+    """Return the name of a damaged file of a converted folder, or "" if all files are intact. The result is
+    cached until `file_states`, the name, size and modification time of each file, changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -204,8 +204,8 @@ def refuse_oversized_header(file: Path) -> None:
 @contextmanager
 def cache_reads(gguf: Any) -> Iterator[None]:
     """Cache the parsed GGUF file and a model's tensor names within the context. Otherwise transformers parses
-    the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
-    again for every module."""
+    the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the
+    tensor names again for every module."""
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]

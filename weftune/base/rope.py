@@ -1,5 +1,5 @@
-"""The context of a base (the maximum number of tokens per sample) according to its config, and its extension
-by RoPE scaling. This module does not import torch."""
+"""The context of a base model (the maximum number of tokens per sample) according to its config, and its
+extension by RoPE scaling. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
 
 
 def context_length(config: Config) -> int:
-    """Return the maximum number of tokens per sample. For a base with LongRoPE this is the original context,
-    since a longer sample would change the rotation of all rows of a pack."""
+    """Return a model's context: the maximum number of tokens per sample. For a base with LongRoPE this is the
+    original context, since a longer sample would change the rotation of all rows of a pack."""
     longest, rope = _position_count(config), _rope_values(config)
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
         if _rope_type(one) in LONG_ROPE:
@@ -42,8 +42,8 @@ def unscaled_context(config: Config) -> int | None:
 
 
 def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
-    """Return the new values of the config keys that `spec.rope_scaling` changes. The dict is empty if the
-    spec has no rope scaling."""
+    """Return the new values of those keys of the model's config that `spec.rope_scaling` changes. The dict is
+    empty if the spec has no rope scaling."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {}
@@ -111,7 +111,8 @@ def _position_count(config: Config) -> int:
 
 
 def _original_context(config: Config) -> float:
-    """Return the context with which the base was trained before its own rope scaling, if it has one."""
+    """Return the context, in tokens, with which the base was trained before its config's own RoPE scaling.
+    Without such a scaling, this is the config's context."""
     own = _full_attention_rope(config)
     if original := own.get(ORIGINAL) or config.get(ORIGINAL):
         return float(original)

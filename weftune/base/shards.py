@@ -51,7 +51,7 @@ from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, indic
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a model's attention and feed-forward."""
+    """Sizes of a model's attention and feed-forward, from which the parts of a shard follow."""
 
     heads: int
     key_heads: int
@@ -77,7 +77,7 @@ class ModelShard:
 
     team: ShardTeam
     whole: ModelShape
-    """Sizes of the whole base."""
+    """Sizes of the whole base model, before it is cut."""
     slices: Mapping[str, SiteSlice]
     """Maps each site (an adaptable linear) of these layers to the part that this shard keeps."""
     read_whole: ReadWhole = _read_no_weight
@@ -208,7 +208,7 @@ def cut_model(
     kept_layers: Sequence[LayerRange],
     read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
-    """Cut `model` in place to one shard of the stages `kept_layers`, and return which parts were kept. The
+    """Cut `model` in place to one shard of the layers in `kept_layers`, and return which parts were kept. The
     model may be without weights."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
@@ -361,8 +361,8 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
-    """Set the head counts of an attention module and its config to those of the shard, since some families
-    read them."""
+    """Set the head counts of an attention module and its config to the shard's numbers of heads, since the
+    forward of some families reads them."""
     first, last = _key_head_range(sizes, team)
     counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)

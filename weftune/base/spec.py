@@ -57,7 +57,8 @@ ROPE_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSpec:
-    """The base: `model` is a Hub id, a local folder, a GGUF file, or `demo`."""
+    """The user's specification of the base model: `model` is a Hub id, a local folder, a GGUF file, or
+    `demo`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -68,7 +69,7 @@ class BaseSpec:
     quantize: Quantize | None = None
     """Quantisation format of the layers' weights. None keeps the format of the base's files."""
     rope_scaling: RopeScaling | None = None
-    """Extension of the context. None keeps the positions of the base's config."""
+    """RoPE scaling, which extends the base's context. None keeps the positions of the base's config."""
     written: str | None = None
     """Name of the model as the user wrote it, if `model` is its absolute path. Users cannot set this field in
     jobs.yaml."""

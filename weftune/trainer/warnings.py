@@ -19,7 +19,7 @@ VANISHED_GRADIENT = 1e-6
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW_RATIO = 2.0
-"""Ratio of measured to planned seconds from which a run counts as slow."""
+"""Ratio of measured to planned seconds of windows above which a run counts as slow."""
 MIN_COMPARED_SECONDS = 10.0
 """Minimum total seconds of the windows that are compared with their plan, since a pause of the system
 distorts shorter times."""
@@ -40,7 +40,8 @@ def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
 
 
 def base_warning(job: JobStatus) -> str:
-    """Return the warning for a finished job that is no better than the base; empty if it is better."""
+    """Return the warning for a finished job whose adapter is no better than the base alone. Return an empty
+    string if the adapter is better."""
     if job.score is not None and job.base_score is not None and job.score < job.base_score:
         return (
             f"the metric of its answers, {job.score:.4g}, is below that of the base without the adapter "
@@ -75,7 +76,8 @@ class CpuLoad:
 
 
 class SlowRun:
-    """A monitor that compares the time of windows with their plan and warns once if the run is slow."""
+    """A monitor that compares the measured time of windows (a few global batches of every job) with their
+    planned time, and warns once if the run is slow."""
 
     def __init__(self, has_profile: bool) -> None:
         """Create the monitor. `has_profile` says whether the plan is based on a profile of this machine or on
@@ -131,7 +133,7 @@ def _busy_seconds() -> float:
 
 
 def _process_seconds() -> float:
-    """Return the CPU seconds of this process and of its children."""
+    """Return the CPU seconds that this process and its children have used."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:

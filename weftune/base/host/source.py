@@ -134,8 +134,9 @@ class MappedTensor:
 def map_weights(
     model: PreTrainedModel, files: WeightFiles | None, base: str
 ) -> dict[str, tuple[MappedTensor, ...]]:
-    """Return a dict from each parameter of `model` to its tensors in files, several if it is stored in parts.
-    Raise BaseModelError if the tensors cannot be used as stored. `base` is the name for messages."""
+    """Return a dict from each parameter of `model` to the tensors in files that it consists of, usually one.
+    Raise BaseModelError if the tensors cannot be used as they are stored. `base` is the base's name in
+    messages."""
     if quant_paths(model):
         raise _unusable_files_error(
             base, "quantised weights are made when they are loaded, and kept in memory"
@@ -190,7 +191,7 @@ class HostStage:
             slot[start:stop].copy_(self.buffer[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a range of the stage's bytes as a tensor on the host."""
+        """Return the stage's bytes from `start` to `stop` as a tensor on the host."""
         return self.buffer[start:stop]
 
 
@@ -222,8 +223,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A parameter of a stage, or a part of one that is a separate tensor in the files. It begins at the
-    offset `start` of the stage's bytes."""
+    """A parameter of a stage (consecutive layers), or a part of a parameter that is a separate tensor in the
+    files. Its bytes begin at the offset `start` of the stage's bytes."""
 
     start: int
     tensor: MappedTensor
@@ -253,7 +254,8 @@ class MappedStage:
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None
-    """Buffers for copies to a GPU. None on a CPU, where files are read into the stage's slot directly."""
+    """Buffers through which the files are copied to a GPU. None on a CPU, where files are read directly into
+    the stage's slot (its memory on the device)."""
     blocks = True
 
     @property
@@ -281,7 +283,8 @@ class MappedStage:
         return out
 
     def _read(self, start: int, out: Tensor) -> None:
-        """Read the stage's bytes from `start` on into `out`. Gaps between parameters are not written."""
+        """Read the stage's bytes from `start` on into `out`. Gaps between parameters in `out` stay as they
+        are."""
         for part in self.parts:
             part.read(start, out)
 

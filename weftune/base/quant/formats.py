@@ -61,14 +61,15 @@ class Int8:
     codes = torch.int8
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Return the tensors of a quantised matrix by name, on the meta device. The largest is `weight`."""
+        """Return the tensors that store a quantised [outputs, inputs] matrix, by name, on the meta device.
+        The largest is `weight`."""
         return {
             "weight": _meta_tensor(self.codes, outputs, inputs),
             "scale": _meta_tensor(torch.float32, outputs),
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        """Quantise a matrix into the tensors of `parts`, on the matrix's device."""
+        """Quantise a matrix, and return the tensors that store it, by name, on the matrix's device."""
         codes_NK = torch.empty(weight_NK.shape, dtype=self.codes, device=weight_NK.device)
         scale_N = torch.empty(len(weight_NK), device=weight_NK.device)
         rows = max(1, READ_VALUES // weight_NK.shape[1])
@@ -89,8 +90,8 @@ class Int8:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]]:
-        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
-        dequantise to the same values as in the whole matrix."""
+        """Cut a part (some rows or columns) out of a quantised matrix of this shape. Return the part's format
+        and tensors, which dequantise to the same values as in the whole matrix."""
         kept = indices_in_whole(part, parts["weight"].device)
         # Torch does not select 8-bit floats on every device, but it does select their bytes.
         codes_NK = parts["weight"].view(torch.uint8).index_select(1 if part.cuts_inputs else 0, kept)
@@ -171,9 +172,10 @@ class Nf4:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
-        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
-        dequantise to the same values as in the whole matrix. None if the part is not made of whole blocks.
-        The maxima of a part are not quantised, since their own blocks do not end where the part does."""
+        """Cut a part (some rows or columns) out of a quantised matrix of this shape. Return the part's format
+        and tensors, which dequantise to the same values as in the whole matrix. None if the part is not made
+        of whole blocks. The maxima of a part are not quantised, since their own blocks do not end where the
+        part does."""
         outputs, inputs = shape
         edges = [edge * (1 if part.cuts_inputs else inputs) for one in part.ranges for edge in one]
         if outputs * inputs % NF4_BLOCK or any(edge % NF4_BLOCK for edge in edges):
@@ -193,7 +195,8 @@ class Nf4:
         }
 
     def _block_maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the maximum of each block."""
+        """Return the largest absolute value of each block, dequantised if the maxima are quantised as
+        well."""
         if not self.is_nested:
             return parts["absmax"]
         values_B = parts["nested_code"].index_select(0, parts["absmax"].int())
@@ -217,7 +220,7 @@ class Nf4:
 
 
 WeightFormat = Int8 | Nf4
-"""Any quantisation format. Fp8 is a subclass of Int8."""
+"""Any quantisation format of a weight: int8, nf4 or fp8, which is a subclass of Int8."""
 
 
 def _quantise_blocks(values: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

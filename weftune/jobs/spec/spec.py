@@ -110,8 +110,8 @@ class RunSpec:
 
 
 def locate_in_job(job: str, *location: str | int) -> str:
-    """Return the name that messages use for a key of a job that was created in Python, such as
-    `a.adapter.rank`."""
+    """Return the name that messages use for a key of a job that was created in Python, such as `job a
+    adapter.rank`."""
     return f"job {job} {dotted_name(location)}"
 
 
