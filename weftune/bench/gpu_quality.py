@@ -80,7 +80,8 @@ def write_texts(folder: Path, name: str, toy: bool) -> None:
 
 
 def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: int) -> Path:
-    """Write an adapter with PEFT's initial weights and return its folder."""
+    """Write an adapter with the weights that PEFT initialises, from which both tools start, and return its
+    folder."""
     torch.manual_seed(seed)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
     config = LoraConfig(r=case.rank, lora_alpha=2 * case.rank, target_modules=targets, task_type="CAUSAL_LM")
@@ -122,7 +123,8 @@ def train_with_weftune(
 
 
 def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
-    """Train a job alone with Weftune's batches and learning rates, and return its final validation loss."""
+    """Train a job alone in PEFT, with the batches and learning rates that Weftune uses, and return its final
+    validation loss."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)

@@ -1,8 +1,6 @@
 """Baselines that need separate processes: many PEFT jobs at once on one device, or a job that modifies its
-process.
-
-A child reports when it began and ended its steps, on the clock that all processes of a machine share.
-"""
+process. A child process reports when it began and ended its steps, on the clock that all processes of a
+machine share."""
 
 from __future__ import annotations
 

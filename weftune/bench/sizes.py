@@ -1,4 +1,4 @@
-"""Bases of real sizes with random weights, and the minimum time of a step on them."""
+"""Base models of real sizes with random weights, and the minimum time of an optimizer step on them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears that each token passes through in one layer.
-
-        A dense layer has seven linears, or four if some are fused; each active expert has two.
-        """
+        """Input and output widths of the linears that each token passes through in one layer. A dense layer
+        has seven linears, or four if some are fused; each active expert has two."""
         kv, o = self.head_width * self.kv_heads, (self.query_width, self.hidden)
         down = (self.intermediate, self.hidden)
         if self.experts:
@@ -62,7 +60,7 @@ class Size:
 
     @property
     def expert_sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears of one expert: gate and up, which are fused, and down."""
+        """Input and output widths of the linears of one expert: gate and up, which are fused, and down."""
         return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
 
     @property

@@ -36,7 +36,8 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured round of all jobs. If `seconds` is None, `note` says why the round could not be measured."""
+    """The measured time and memory of one round (one step of every job). If `seconds` is None, `note` says
+    why the round could not be measured."""
 
     seconds: float | None
     peak_bytes: int | None
@@ -97,7 +98,7 @@ def measure_or_explain(run: Callable[[], MeasuredStep], hardware: Hardware) -> M
 
 
 def reset_memory(device: torch.device) -> None:
-    """Free the memory of the last measurement, and reset the peak."""
+    """Free the memory of the last measurement, and reset the device's record of peak memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

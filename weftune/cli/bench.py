@@ -17,7 +17,8 @@ import typer
 from weftune.errors import UserError
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
-"""Names of the two rows with which a benchmark compares all other rows."""
+"""Names of the two rows with which a benchmark compares all other rows: Weftune, and the frozen base
+alone."""
 
 
 class BenchShape(StrEnum):
@@ -36,7 +37,8 @@ class BenchPart:
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
-    """The result of a benchmark. A benchmark that does not compare times has only a verdict."""
+    """The result of a benchmark as a line of output. A benchmark that does not compare times has only a
+    verdict."""
 
     title: str
     milliseconds: float | None = None

@@ -193,7 +193,8 @@ def _refuse_inactive_run(run: Path) -> None:
 
 
 def _send_request(run: Path, folder: Path, request: FileRequest) -> None:
-    """Write a request to the inbox in `folder`, wait for its answer, and print it."""
+    """Write a request to the inbox in `folder`, which a running `weftune train` reads, wait for the run's
+    answer, and print the answer."""
     from weftune.jobs.store.inbox import write_request
 
     path = write_request(folder, request)

@@ -84,7 +84,7 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 def _send_process_bytes(spec: BaseSpec, connection: Connection) -> None:
     """Measure the memory use in bytes of this process before a base is loaded, as the first of several
-    workers and as any other worker. Send both numbers."""
+    workers and as any other worker. Send both numbers over `connection`."""
     import torch
 
     from weftune.base.load import inspect

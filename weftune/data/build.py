@@ -1,5 +1,5 @@
-"""Building of a table's store of tokenised samples: the format is detected, every row is checked, and the
-samples are tokenised into the cache."""
+"""Building of the store (a folder of arrays in the cache) with a table's tokenised samples: the format of the
+rows is detected, every row is checked, and the samples are tokenised."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ CHUNKS_BEFORE_WORKERS = 4
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
-    """Return the hash of everything that determines the samples of a table."""
+    """Return the hash of everything that determines the tokenised samples of a table. It names their store in
+    the cache."""
     spec = rules.spec
     choices = [
         VERSION,
@@ -84,7 +85,7 @@ def build_store(
 
 def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> Format:
     """Return the format that the spec names or, if it names none, the format detected from the table's
-    columns. `row_kind` is the kind of rows that the job's objective needs."""
+    columns. `row_kind` is the kind of rows that the job's objective needs, such as preference pairs."""
     if spec.format != "auto":
         check_trainable(spec.format, table.label, row_kind)
         return spec.format
@@ -109,7 +110,8 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
 
 
 def check_all_rows(table: Table, format: Format, spec: DataSpec) -> None:
-    """Check every row before the first one is tokenised. Raise DataError if there are invalid rows."""
+    """Check every row of a table before the first row is tokenised. Raise DataError if there are invalid
+    rows."""
     bad = _BadRowReport()
     for row in _rows_within_limit(table, spec):
         try:
@@ -156,8 +158,8 @@ class _SimilarRows:
 
 
 class _BadRowReport:
-    """A report of invalid rows. It lists the first ones, with a single entry for rows that are invalid for a
-    common reason, and counts the others."""
+    """A report of invalid rows. The report lists the first ones, with a single entry for all rows that are
+    invalid for the same reason, and counts the others."""
 
     def __init__(self) -> None:
         self._problems: list[_SimilarRows] = []
@@ -190,7 +192,8 @@ class _BadRowReport:
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """Return at most `count` sentences about invalid rows, and the number of rows that they cover."""
+        """Return at most `count` sentences about invalid rows, and the number of rows that these sentences
+        cover."""
         first = self._problems[:count]
         return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 

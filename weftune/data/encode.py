@@ -25,7 +25,7 @@ PRIVATE = range(0xE000, 0xF900)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens, and the [start, stop) span of characters that each token covers."""
+    """Tokens of a text, and for each token the [start, stop) span of characters that it covers."""
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
@@ -50,10 +50,11 @@ class Encoder:
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, special), key=lambda text: (-len(text), text))
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        """Pattern that matches the text of any control token."""
+        """Pattern that matches the text of any control token, such as an end-of-turn token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state that can be loaded without transformers, with the tokenizer serialised as text."""
+        """Return the encoder's state for pickling, with the tokenizer serialised as text, so that loading it
+        needs no transformers."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

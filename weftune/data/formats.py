@@ -76,7 +76,7 @@ class Chat:
     turns: tuple[int, ...]
     """Indices of the assistant messages that are supervised; ignored with `train_on: all`."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
-    """Maps each private-use character in the chat to the control token that it replaces."""
+    """Maps each private-use character in the chat to the control token whose text it replaces."""
     answer: int | None = None
     """Index of the first message of the answer if the chat is one side of a preference pair or a labelled
     answer. All text from there on is supervised."""
@@ -102,7 +102,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt with the answer that is preferred, and the same prompt with another answer."""
+    """A preference pair: a prompt with the preferred answer, and the same prompt with another answer."""
 
     chosen: Chat | Text
     rejected: Chat | Text
@@ -114,7 +114,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A prompt with an answer that is desirable or undesirable."""
+    """A prompt with one answer, which is labelled as desirable or undesirable."""
 
     answer: Chat | Text
     desirable: bool
@@ -315,8 +315,8 @@ def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
 
 
 def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
-    """Yield both sides of a pair of texts. Without a prompt, the prompt is the common prefix of both
-    texts."""
+    """Yield both sides of a preference pair that consists of texts. If the row has no prompt, the prompt is
+    the common prefix of both texts."""
     chosen, rejected = (_require_filled(value, name) for name, value in zip(names, answers, strict=True))
     if prompt is None:
         count = _common_prefix_length(chosen, rejected)
@@ -383,7 +383,7 @@ def require_text(value: object, name: str) -> str:
 
 
 def require_list(value: object, name: str) -> Sequence[Any]:
-    """Return `value` as a list. In a CSV or Parquet column it may be JSON text, which is parsed."""
+    """Return `value` as a list. In a CSV or Parquet column, `value` may be JSON text, which is parsed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
         try:
@@ -490,7 +490,7 @@ def _clean_message(message: object, name: str, content: str = "content") -> Mess
 
 
 def _clean_content(message: Message, name: str) -> str | None:
-    """Return the text of a message, or None if it has only tool calls."""
+    """Return the text of a message with its content checked, or None if the message has only tool calls."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part_text(part, f"{name}[{at}]") for at, part in enumerate(content))

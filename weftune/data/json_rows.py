@@ -17,7 +17,7 @@ from weftune.data.row import TOO_DEEP, Row, is_deep_json, to_row
 from weftune.errors import DataError, Mistake
 
 MAX_ROW_SIZE = 16 * 2**20
-"""Maximum size of a row in bytes or characters. Parsing needs many times this memory."""
+"""Maximum size of a row, in bytes or characters. Parsing a row needs many times as much memory."""
 CHUNK_SIZE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
@@ -25,8 +25,8 @@ LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 
 
 class _RefusedLiteral(ValueError):
-    """Raised for a literal that `json` accepts but Weftune refuses, such as NaN. The position of the literal
-    is not known."""
+    """An exception for a literal that `json` accepts but Weftune refuses, such as NaN. The position of the
+    literal is not known."""
 
     def __init__(self, sentence: str, text: str) -> None:
         super().__init__(sentence)
@@ -136,7 +136,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
 
 
 class _TextWindow:
-    """The part of a large JSON text that is in memory, at most a few rows."""
+    """A buffer with the part of a large JSON text that is in memory, at most a few rows."""
 
     def __init__(self, file: TextIO, label: str) -> None:
         self._file = file

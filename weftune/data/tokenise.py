@@ -27,12 +27,12 @@ SKIP = "leave such rows out with `data.skip_bad_rows: true`"
 RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
 SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
 Outcome = tuple[Sample, ...] | BadRow
-"""Samples of one row, or the reason why the row is unusable."""
+"""The samples of one row of data, or the reason why the row is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings that determine, together with the rows, the samples of a job."""
+    """The settings that determine, together with the rows of data, the samples of a job."""
 
     spec: DataSpec
     encoder: Encoder
@@ -41,7 +41,8 @@ class Rules:
     """Template for rows with tools, if the tokenizer has a separate one for them."""
     max_tokens: int
     context: int | None
-    """Maximum number of tokens that the base supports, if known; `max_tokens` never exceeds it."""
+    """Maximum number of tokens that the base supports, if this is known; `max_tokens` is never larger. None
+    if it is unknown."""
     row_kind: RowKind = "answers"
 
 
@@ -132,7 +133,7 @@ class Tokeniser:
 
     def _encode_sides(self, content: Pair | Labelled, chats: Iterator[Outcome]) -> Sequence[Outcome]:
         """Return the sides of a pair or of a labelled answer, each as the tokens of its prompt and all of its
-        tokens. `chats` yields the sides that are chats."""
+        tokens. `chats` yields the tokens of those sides that are chats."""
         parts = [
             [side.text, side.completion] if isinstance(side, Text) else list(side.messages)
             for side in content.sides

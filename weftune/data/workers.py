@@ -43,7 +43,8 @@ def worker_count() -> int:
 
 class Workers:
     def __init__(self, count: int) -> None:
-        """Create `count` workers. Their processes are started by `start`, or when they are needed."""
+        """Create `count` workers. Their processes are started by `start`, or when the first item needs
+        them."""
         self._count = count
         self.has_answered = False
         """Whether any worker has answered yet. Starting a worker takes a moment."""
@@ -116,7 +117,8 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_digest = b""
-        """Digest of the shared values last sent to the process."""
+        """Digest of the shared values that were last sent to the process, so that equal values are not sent
+        again."""
 
     def request(self, shared_values: bytes, payload: bytes) -> bytes:
         """Return the pickled result that the process computed for an item; empty if it failed or died."""
@@ -146,7 +148,8 @@ class _Worker:
 
 _LOCK = threading.Lock()
 _WORKERS: dict[int, Workers] = {}
-"""Maps a process id to its workers, so that a forked process does not use its parent's workers."""
+"""Maps the id of a process to the workers that it has created, so that a forked process does not use its
+parent's workers."""
 
 
 def get_workers(count: int) -> Workers:

@@ -1,4 +1,4 @@
-"""Functions that attach finished adapters to a base, for passes that train nothing."""
+"""Functions that attach finished adapters to a base model for inference, without training them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weftune.run.training.state import master_dtype
 
 
 def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
-    """Attach the adapter in `folder` under `name`. Raise AdapterError if it belongs to another base."""
+    """Attach the adapter in `folder` under `name`. Raise AdapterError if the adapter belongs to another base
+    model."""
     check_adapter_folder(folder)
     kind, sites = kind_of_folder(folder), adapted_base.base.shape.sites
     spec = kind.spec_of(folder)

@@ -27,15 +27,16 @@ from weftune.run.passes.graphs import capture_graph
 from weftune.run.passes.rows import bucket
 
 MAX_SEQUENCES = 256
-"""Maximum number of sequences in a captured step. With more, the time of launches does not matter."""
+"""Maximum number of sequences in a decode step that is captured as a CUDA graph. With more sequences, the
+time of kernel launches does not matter."""
 LEAST_PAGES = 32
-"""Minimum number of pages per sequence for which a captured step has room. Larger numbers are rounded up to a
-power of two."""
+"""Minimum number of pages per sequence for which a captured decode step has room. Larger numbers are rounded
+up to a power of two."""
 
 
 class DecodeGraphs:
-    """The captured decode steps of a decoder. The first step of each key runs uncaptured, so that its kernels
-    are compiled."""
+    """The captured decode steps of a decoder. The first step of each key (a combination of sizes) runs
+    uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted_base: AdaptedBase, cache: PagedCache, head: Head) -> None:
         self._adapted, self._cache, self._head = adapted_base, cache, head

@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 
 def _prompt_problem(row: Mapping[str, Any]) -> str | None:
-    """Return the reason why a row is not a prompt, or None if it is one."""
+    """Return the reason why a row of a file cannot be used as a prompt, or None if it can."""
     if "messages" not in row and "prompt" not in row:
         names = ", ".join(row) or "none"
         return f"a row of prompts has a column `prompt` or `messages` (its columns: {names[:200]})"

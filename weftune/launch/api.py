@@ -41,7 +41,7 @@ class SweepResult:
     """The sweep's folder, which contains `best`."""
     rows: list[dict[str, Any]]
     """One dict per trial, the best trial first, with the trial's name, tried values, state, score, last step
-    and the reason of its end."""
+    and the reason why it ended."""
     best: Result | None
     """Result of the winner; None if no trial has finished."""
     results: dict[str, Result]
@@ -127,8 +127,9 @@ def train(
 
 
 def _can_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
-    """Return whether the planner chooses how many processes train: if a number is requested as `auto`, or if
-    no number is requested, the jobs can be pickled for other processes, and there is no callback."""
+    """Return whether the planner chooses how many processes train. This is the case if a number is requested
+    as `auto`, or if no number is requested, the jobs can be pickled for other processes, and there is no
+    callback."""
     if not planner_chooses_division(options):
         return False
     return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
-"""Number of global batches of each job that `weftune plan` inspects. Training plans as many at once, in a
+"""Number of global batches of each job that `weftune plan` inspects. Training plans as many at once, in one
 window."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """If there are more than `MANY_JOBS` jobs, `weftune plan` inspects `FEW_ROUNDS` global batches of each, since
@@ -95,7 +95,8 @@ class PlanCase:
     """Possible numbers of shards (slices of every layer for tensor parallelism) for this base and these
     adapters."""
     may_overlap: bool = False
-    """Whether microbatches can overlap on shards of this base."""
+    """Whether the layers of this base model allow one microbatch to compute while shards (tensor parallelism)
+    sum the results of another one."""
 
     @property
     def has_several_devices(self) -> bool:
@@ -110,9 +111,10 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def job_window(self, name: str, rounds: int, begins_run: bool = True) -> JobWindow:
-        """Return the job's first window: `rounds` global batches and, if `begins_run` is True and the job has
-        held-out samples, an evaluation before them. If `begins_run` is True and the job has a reference
-        policy, return instead a window that only scores the job's samples."""
+        """Return the job's part of the first window, the global batches that are planned together: `rounds`
+        global batches and, if `begins_run` is True and the job has held-out samples, an evaluation before
+        them. If `begins_run` is True and the job has a reference policy, return instead a window that only
+        scores the job's samples."""
         job = next(one for one in self.jobs if one.name == name)
         if begins_run and job.reference_data is not None:
             return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored_sample_count))
@@ -162,8 +164,9 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
-    weights. Raise one DataError that lists what is wrong with the data of all jobs."""
+    """Return what planning needs to know about each job, such as its samples, steps and memory. Jobs in
+    `averaged_jobs` keep a running mean of their weights. Raise one DataError that lists what is wrong with
+    the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -236,14 +239,15 @@ def _job_total(
 
 
 class _JobReader:
-    """A reader of the samples of jobs. It reads the token cache or, for data that are not in the cache,
-    tokenises the first `rows` rows. Data that several jobs share are read once."""
+    """A reader of the samples of jobs. The reader uses the token cache or, for data that are not in the
+    cache, tokenises the first `rows` rows. Data that several jobs share are read once."""
 
     def __init__(self, shared_data: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared_data, rows, context
         self._read_data: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
         self._scored_pairs: set[Hashable] = set()
-        """Pairs of samples and reference adapter that an earlier job has already scored."""
+        """Pairs of samples and reference adapter that the reference policy of an earlier job has already
+        scored."""
 
     def read_job(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
         """Return the job's samples without an adapter's virtual tokens, whether they come from the first rows

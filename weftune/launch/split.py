@@ -77,15 +77,16 @@ class ShareMistake:
 
 
 ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
-"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team of
-processes trains all jobs, their results."""
+"""A message from a training process to the launcher: progress, a sentence for the user, a user error or, if
+one team of processes trains all jobs, the results of the jobs."""
 
 
 def train_shares(
     run: RunSpec, trainer: Trainer, devices: Sequence[str]
 ) -> tuple[dict[str, Result], set[int]]:
-    """Train all jobs of a run in shares, one team of processes per share. `devices` contains the device of
-    each team's first process. Return the results of all jobs and the exit codes of the shares."""
+    """Train all jobs of a run in shares (parts of the jobs), one team of processes per share. `devices`
+    contains the device of each team's first process. Return the results of all jobs and the exit codes of the
+    shares."""
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
     machine = launcher_machine(options, device, shape, len(devices))
@@ -208,7 +209,8 @@ def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[
 def fitting_jobs(
     shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
-    """Return the names of the jobs that fit alone on a device with the base. Raise PlanError if none fits."""
+    """Return the names of the jobs that each fit on a device together with the base model when no other job
+    is there. Raise PlanError if no job fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
     refused = find_misfits([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
@@ -243,8 +245,8 @@ def _run_shares(
     shares: Sequence[DeviceShare],
     teams: Sequence[Team],
 ) -> list[TeamEnd]:
-    """Train every share of the jobs in its team of processes, and merge the job records of all shares into
-    the store. Return how each team ended."""
+    """Train every share (part) of the jobs in its own team of processes, and merge the job records of all
+    shares into the store. Return how each team ended."""
     for job in prepared_jobs:
         store.add_job(job.name)
         status = store.job(job.name)
@@ -308,8 +310,9 @@ def divide_jobs(
     output: Path,
     fitting_names: frozenset[str],
 ) -> list[DeviceShare]:
-    """Divide the jobs into shares of about equal predicted time, and return the non-empty shares. A job that
-    is not in `fitting_names` counts as zero seconds, since it cannot train."""
+    """Divide the jobs into shares (parts with their own processes) of about equal predicted time, and return
+    the non-empty shares. A job that is not in `fitting_names` counts as zero seconds, since it cannot
+    train."""
     seconds = {}
     for job in prepared_jobs:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
@@ -320,7 +323,7 @@ def divide_jobs(
 
 
 def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
-    """Return the work that remains of a job that has made the given progress."""
+    """Return the work of a job (its global batches and evaluations) that remains after the given progress."""
     steps = job.recipe.steps - progress.step
     count = min(SAMPLED_BATCHES, steps)
     spread = [progress.step + number * steps // count for number in range(count)]
@@ -405,8 +408,8 @@ def run_share(
     connection: Connection,
 ) -> None:
     """Train the jobs of one share, or all jobs if there are no shares. This is the main function of every
-    process of the share. If it has several processes, the first runs the training loop and the others execute
-    its commands."""
+    process of the share. If the share has several processes, the first one runs the training loop and the
+    others execute its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()
@@ -450,8 +453,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
 
 
 def _exit_with_launcher() -> None:
-    """Wait until the launcher ends, and then end this process. If it continued, its jobs would still be
-    training when the run is resumed, and no launcher would collect its records."""
+    """Wait until the launcher ends, and then end this process. If this process continued, its jobs would
+    still be training when the run is resumed, and no launcher would collect their records."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

@@ -91,8 +91,8 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The end of a team of processes: the exit code of the first process, or the exit code LOST and a
-    sentence about the process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the exit code `LOST` and a
+    sentence about a process that crashed or hung."""
 
     code: int
     loss_reason: str = ""
@@ -283,8 +283,8 @@ def _thread_count(neighbours: int) -> int:
 
 
 def exit_unguarded_script() -> None:
-    """End this process if it was started for training and is now importing the script that started it, whose
-    call of `weftune.train` would start further processes."""
+    """End this process if it was started for training and is now importing the user's script, whose call of
+    `weftune.train` would start further processes."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)
 

@@ -1,7 +1,6 @@
-"""The worker processes that hold a base together. Each worker has one or several stages (consecutive layers).
-
-Workers read their position from the environment variables that torchrun sets, so torchrun can start them too.
-"""
+"""The worker processes that hold a base model together. Each worker has one or several stages (consecutive
+layers). Workers read their position from the environment variables that torchrun sets, so torchrun can start
+them too."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ObjectiveSpec:
     """Import path `package.module:Class` of the objective. It is imported only for training, because it needs
     torch."""
     learning_rate: ClassVar[float] = 1e-6
-    """Default learning rate of jobs with this objective."""
+    """Default learning rate of jobs with this objective, if the user sets none."""
     row_kind: ClassVar[RowKind] = "pairs"
     """Kind of dataset rows that the objective requires, such as preference pairs."""
     supervises_prompts: ClassVar[bool] = False
@@ -102,7 +102,8 @@ class DpoSpec(ObjectiveSpec):
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     beta: Annotated[float, BETA] = 0.1
     label_smoothing: Annotated[float, SMOOTHING] = 0.0
-    """Probability that the labels of a pair are swapped. Used with `loss_type: robust` only."""
+    """Assumed probability that the labels of a preference pair are swapped. Used with `loss_type: robust`
+    only."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing and self.loss_type != "robust":
@@ -119,7 +120,8 @@ class CpoSpec(ObjectiveSpec):
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
     beta: Annotated[float, BETA] = 0.1
     label_smoothing: Annotated[float, SMOOTHING] = 0.0
-    """Probability that the labels of a pair are swapped. Used with `sigmoid` and `simpo` only."""
+    """Assumed probability that the labels of a preference pair are swapped. Used with `sigmoid` and `simpo`
+    only."""
     cpo_alpha: Annotated[float, Bound(at_least=0)] = 1.0
     """Weight of the mean negative log-probability of the chosen answers' tokens."""
     simpo_gamma: Annotated[float, Bound(at_least=0)] = 0.5

@@ -15,9 +15,9 @@ from weftune.report.words import count_noun, loss_text
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
-"""Minimum numbers of held-out rows and tokens for calling one adapter better than another. The loss of a
-single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one row
-are correlated, so a few rows say little about the adapter."""
+"""Minimum numbers of held-out rows and tokens for saying that one adapter is better than another. The loss of
+a single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one
+row are correlated, so a few rows say little about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -30,14 +30,14 @@ def first_validation(job: JobRecord) -> float | None:
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """Return the validation loss of the base without an adapter. For runs that did not record it, return the
-    loss at step 0, which is the same if the adapter does not change the base at step 0."""
+    """Return the validation loss of the base without an adapter. If a run did not record this loss, return
+    the loss at step 0, which is equal if the adapter does not change the base at step 0."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
 def base_accuracy(job: JobRecord) -> float | None:
-    """Return the token accuracy of the base, which is measured only at step 0. Return None for an adapter
-    that changes the base already at step 0."""
+    """Return the token accuracy of the base without an adapter, which is measured at step 0 only. Return None
+    for an adapter that already changes the base at step 0."""
     first = next((line for line in job.evaluations if line.step == 0), None)
     if first is None or first.loss is None or first.accuracy is None:
         return None
@@ -83,7 +83,8 @@ def held_out_tokens(job: JobRecord) -> int | None:
 
 
 def has_enough_rows(job: JobRecord) -> bool:
-    """Return whether the job has enough held-out rows for a comparison with other adapters."""
+    """Return whether the job has enough held-out rows and tokens to say that one adapter is better than
+    another."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
@@ -134,7 +135,8 @@ def is_worse_than_base(job: JobRecord) -> bool:
 
 
 def validation_key(job: JobRecord) -> str:
-    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and loss."""
+    """Return a key by which jobs are grouped. It is equal for jobs that were evaluated on the same rows with
+    the same tokenisation and loss."""
     held_out = {
         key: value for key, value in _spec_section(job, "eval").items() if key in ("path", "fraction")
     }

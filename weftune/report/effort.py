@@ -1,4 +1,5 @@
-"""Time and memory of a run: predictions beside measurements, window by window, and the wall time by phase.
+"""Time and memory of a run: predictions beside measurements for each window (a few global batches of every
+job), and the wall time by phase.
 
 Errors of predictions are averaged only over windows whose jobs or lengths differ from the window before.
 Windows that compile kernels or capture a CUDA graph are averaged separately.
@@ -24,7 +25,7 @@ predictions."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Mean relative errors of the predicted times and memory peaks of windows."""
+    """Mean relative errors of the predicted seconds and of the predicted memory peaks of windows."""
 
     windows: int
     seconds: float | None
@@ -50,7 +51,8 @@ def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bo
 
 
 def seconds_error(window: WindowLine) -> float | None:
-    """Return the relative error of the predicted time; negative if the window took longer than predicted."""
+    """Return the relative error of a window's predicted seconds. The error is negative if the window took
+    longer than predicted."""
     return _relative_error(window.predicted_seconds, window.seconds)
 
 
@@ -59,7 +61,7 @@ def peak_error(window: WindowLine) -> float | None:
 
 
 def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
-    """Return one table row per window, with the columns `COLUMNS`."""
+    """Return one table row per window (a few global batches of every job), with the columns `COLUMNS`."""
     return [
         (
             str(number),
@@ -78,8 +80,8 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors of the predictions. Return None if too few windows were predicted, or
-    if the predictions were inaccurate, which also happens on a busy machine."""
+    """Return one line about the errors of the predicted times and memory. Return None if too few windows were
+    predicted, or if the predictions were inaccurate, which also happens on a busy machine."""
     found = prediction_errors(windows, includes_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
@@ -89,8 +91,8 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 
 def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """Return sentences about the errors of the predictions and about the source of the first prediction, for
-    the table of windows."""
+    """Return sentences for the table of windows: about the errors of the predictions, and about the source of
+    the first prediction."""
     changed, unsettled = (
         prediction_errors(windows, includes_compilation=False),
         prediction_errors(windows, includes_compilation=True),
