@@ -24,7 +24,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineWork:
-    """The work of one round: one step per job on `batch` samples of `length` tokens, all supervised."""
+    """The work of one round of a benchmark: one optimizer step per job on `batch` samples of `length` tokens,
+    all supervised."""
 
     jobs: int
     batch: int

@@ -47,8 +47,8 @@ class Plan:
     case: PlanCase
     choice: LayoutChoice
     outlook: Prediction | StreamOutlook
-    """Prediction for all devices or, if the jobs are divided into shares, for the devices of the first
-    share."""
+    """Prediction for all devices or, if the jobs are divided into shares (parts with their own processes),
+    for the devices of the first share."""
     shares: ShareOutlook | None
     """Prediction for all shares (subsets of the jobs with their own processes). None if the jobs are not
     divided."""
@@ -168,8 +168,8 @@ def _predict_whole_run(
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return the effect of disabling each optimisation that a plan uses. If the jobs are divided into shares,
-    this is the plan of the first share."""
+    """Return the effect of disabling each optimisation that a plan uses. If the jobs are divided into shares
+    (parts with their own processes), this is the plan of the first share."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,

@@ -58,9 +58,9 @@ class Curriculum:
         )
 
     def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
-        """Return a job's part of a window in which samples of `data` are only scored (by their
-        log-probabilities), not trained on. `indices` are numbers of samples, counted through all parts of
-        `data`."""
+        """Return a job's part of a window (a plan of a few global batches of every job) in which samples of
+        `data` are only scored (by their log-probabilities), not trained on. `indices` are numbers of samples,
+        counted through all parts of `data`."""
         return JobWindow(
             self.job,
             step,

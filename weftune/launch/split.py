@@ -1,9 +1,9 @@
 """Training in shares: the jobs are divided among teams of processes, which train without communication.
 
-A share is the jobs of one team. A team is one process that holds the whole base, or several workers that hold
-its stages, replicas and shards. The jobs are divided so that shares take equally long by prediction. Each
-share has its own store of job records; when all shares have ended, these records are merged into the store of
-the output folder.
+A share is the part of the jobs that one team trains. A team is one process that holds the whole base, or
+several workers that hold its stages, replicas and shards. The jobs are divided so that shares take equally
+long by prediction. Each share has its own store of job records; when all shares have ended, these records are
+merged into the store of the output folder.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def _show_shares(
 
 
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
-    """After the last round, pause the trials for which their sweep has not decided whether they continue."""
+    """After all processes have ended, pause the trials for which their sweep has not decided whether they
+    continue."""
     for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
         if name in store and store.job(name).state is State.QUEUED:
             reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
@@ -368,8 +369,8 @@ def _share_team(name: str, main: WorkerMain, workers: int) -> Team:
 
 
 class ShareView:
-    """The progress view in a process that trains a share of the jobs. It sends all messages to the launcher,
-    which displays them."""
+    """The progress view in a process that trains a share of the jobs. The view sends all messages to the
+    launcher, which displays them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -407,9 +408,9 @@ def run_share(
     environment: Mapping[str, str],
     connection: Connection,
 ) -> None:
-    """Train the jobs of one share, or all jobs if there are no shares. This is the main function of every
-    process of the share. If the share has several processes, the first one runs the training loop and the
-    others execute its commands."""
+    """Train the jobs of one share (a part of the jobs), or all jobs if they are not divided. This is the main
+    function of every process of the share. If the share has several processes, the first one runs the
+    training loop and the others execute its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()

@@ -19,13 +19,14 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Minimum number of windows, and maximum mean relative error, for which the report's headline mentions the
-predictions."""
+"""Minimum number of windows (a few global batches of every job each), and maximum mean relative error of
+their predictions, for which the report's headline mentions the predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Mean relative errors of the predicted seconds and of the predicted memory peaks of windows."""
+    """Mean relative errors of the predicted seconds and of the predicted memory peaks of a run's windows (a
+    few global batches of every job each)."""
 
     windows: int
     seconds: float | None
@@ -33,9 +34,9 @@ class Errors:
 
 
 def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bool) -> Errors:
-    """Return the mean relative errors of predicted times and peaks, over the windows whose jobs or sample
-    lengths had changed. If `includes_compilation`, only windows that compiled kernels or captured graphs are
-    counted, and otherwise only all others."""
+    """Return the mean relative errors of predicted times and peaks, over the windows (a few global batches of
+    every job each) whose jobs or sample lengths had changed. If `includes_compilation`, only windows that
+    compiled kernels or captured graphs are counted, and otherwise only all others."""
     counted = [
         window
         for window in windows
@@ -51,8 +52,8 @@ def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bo
 
 
 def seconds_error(window: WindowLine) -> float | None:
-    """Return the relative error of a window's predicted seconds. The error is negative if the window took
-    longer than predicted."""
+    """Return the relative error of the predicted seconds of a window (a few global batches of every job). The
+    error is negative if the window took longer than predicted."""
     return _relative_error(window.predicted_seconds, window.seconds)
 
 

@@ -282,7 +282,7 @@ class DrawnTimeline:
 
     seconds: float
     bubbles: tuple[float, ...]
-    """Fraction of the window in which each worker is idle."""
+    """Fraction of the timeline's duration in which each worker is idle."""
     steady: tuple[float, ...]
     """Fraction of idle time of each worker while the pipeline is full: from the time when all workers have
     begun until any of them has run its last Forward."""

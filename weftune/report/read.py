@@ -67,9 +67,11 @@ class WindowLine:
     predicted_peak_bytes: float | None
     jobs: int = 0
     changed: bool = True
-    """Whether the window's jobs or sample lengths differ from those of the window before."""
+    """Whether the jobs or sample lengths of the window (a few global batches of every job) differ from those
+    of the window before."""
     compiled_passes: int = 0
-    """Number of the window's passes in which kernels were compiled or a CUDA graph was captured."""
+    """Number of passes of the window (a few global batches of every job) in which kernels were compiled or a
+    CUDA graph was captured."""
     source: str = ""
     """Description, for the user, of what the predicted time is based on, such as a profile."""
 

@@ -79,7 +79,7 @@ class Pace:
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int, int]] = deque()
         """Time in seconds, total steps and total tokens at the end of each recent burst of progress reports
-        (the reports of one round arrive together)."""
+        (the reports about one step of every job arrive together)."""
         self._burst = float("-inf")
         """Start time, in seconds, of the latest burst of progress reports."""
 

@@ -110,7 +110,7 @@ class ServiceJobStore:
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
         """Maps ended trials of unfinished sweeps to their records. They are kept in memory because sweeps
-        read them in every window."""
+        read them between any two windows (runs of a few global batches of every job)."""
         self._kept_trials: set[str] = set()
         """Trials (jobs of a sweep) whose records stay in memory after they have ended, because their sweep
         has not."""
@@ -124,15 +124,16 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns values to record with every window: the device's name, its memory in bytes by
-        purpose, and the inputs with which the queue was ranked."""
+        """Function that returns values to record with every window (a few global batches of every job): the
+        device's name, its memory in bytes by purpose, and the inputs with which the queue was ranked."""
         self.announce: Callable[[JobRow], object] = lambda row: None
         """Function that is called with each job that has succeeded, after its adapter has been written."""
         self.withdraw: Callable[[str, str], object] = lambda name, model: None
         """Function that is called with a job and the name of its adapter when the adapter is deleted."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
-        """Records of the passes over the base model in the current window."""
+        """Records of the passes over the base model in the current window (the few global batches of every
+        job that are run together)."""
         self._cursors: dict[str, int] = {}
         self._recent_usage: dict[str, tuple[float, float]] = {}
         """Maps each tenant to a pair: an exponentially decayed count of trained tokens, and the time of that
@@ -360,7 +361,7 @@ class ServiceJobStore:
         self, plan: MicrobatchPlan, seconds: float, predicted_seconds: float | None, is_training: bool
     ) -> None:
         """Add the time of a pass over the base model to the receipts (used resources) of its jobs, in
-        proportion to their tokens, and record the pass for the current window."""
+        proportion to their tokens, and record the pass for the overview of the device."""
         tokens: dict[str, int] = {}
         for segment in plan.segments:
             tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
@@ -415,8 +416,8 @@ class ServiceJobStore:
         return decay_usage(tokens, current_time - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
-        """Restore the tenants' counts of recently trained tokens from the last window that the previous
-        process recorded."""
+        """Restore the tenants' counts of recently trained tokens from the record that the previous training
+        process wrote last."""
         recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
         self._recent_usage = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 

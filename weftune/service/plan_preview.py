@@ -64,7 +64,7 @@ class TrialPreview:
     """Reason why the trial cannot run even alone. Empty if it can; otherwise all numbers of this record are
     0."""
     waits_for: str = ""
-    """Reason why the trial has to wait before it is admitted. Empty if it starts at the next window."""
+    """Reason why the trial has to wait before it is admitted. Empty if it can start at once."""
     steps: int = 0
     seconds: float = 0.0
     """Predicted seconds until the trial ends if no trial is dropped."""
@@ -80,7 +80,7 @@ class Preview:
     """Reason why the job, or a trial of the sweep, cannot run even alone. Empty if all can."""
     waits_for: str = ""
     """Reason why the job, or every trial of the sweep, has to wait before it is admitted. Empty if a job or
-    trial starts at the next window."""
+    trial can start at once."""
     steps: int = 0
     seconds: float = 0.0
     """Predicted seconds until the job or the last trial ends."""

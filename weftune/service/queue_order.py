@@ -1,7 +1,7 @@
 """The order in which waiting jobs will be admitted, computed in the HTTP process.
 
-The training process records the inputs of its policy with every window. Here, the same policy ranks the jobs,
-including jobs that have not been submitted yet."""
+The training process records the inputs of its admission policy after every few global batches. Here, the same
+policy ranks the jobs, including jobs that have not been submitted yet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weftune.service.store.records import JobRow, TrainingStore, WindowRow
 from weftune.service.store.requests import RequestStore, Submission
 
 QUEUE = "queue"
-"""Key, in the database record of a window, under which the inputs of the admission policy (`queue_values`)
-are stored."""
+"""Key, in the database record of a window (a few global batches of every job), under which the inputs of the
+admission policy (`queue_values`) are stored."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
 """Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
@@ -37,7 +37,7 @@ def decay_usage(tokens: float, seconds: float) -> float:
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
     """Return the inputs of the admission policy (each job's waiting time and size, and the tenants' recent
-    usage) as JSON values for the record of a window."""
+    usage) as JSON values for the database."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -62,7 +62,8 @@ def rank_queue(
     """Rank the running and waiting jobs among `rows`, and `new_jobs`, as the training process would rank them
     now.
 
-    Jobs that were submitted after the last window are assumed to be as large as the largest other job.
+    Jobs whose sizes the training process has not recorded yet are assumed to be as large as the largest other
+    job.
     """
     now, windows = time.time(), training.last_windows(1)
     last = windows[0] if windows else WindowRow(at=now, values={})

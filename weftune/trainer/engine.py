@@ -74,17 +74,19 @@ class Engine:
     executor: Executor | Driver
     choice: LayoutChoice
     initial_cost_model: CostModel
-    """Model that predicts the seconds of passes before any window of this run has been measured."""
+    """Model that predicts the seconds of passes before any pass of this run has been measured."""
     timeline: TimelineWatcher | None = None
-    """Object that records the timelines of windows. None if a single worker trains."""
+    """Object that records when each worker ran its actions (the timelines). None if a single worker
+    trains."""
     final_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
-    """Function that maps the total seconds of all windows to sentences that the user sees at the end of the
+    """Function that maps the total seconds of training to sentences that the user sees at the end of the
     run."""
     pacing: Callable[[], Pacing | None] = lambda: None
     """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that maps the attached (training) jobs to a predictor of a window's seconds. It returns None
-    if the learned time model predicts these seconds, as with a single worker."""
+    """Function that maps the attached (training) jobs to a predictor of the seconds of a window's Program
+    (the plan of a few global batches). It returns None if the learned time model predicts these seconds, as
+    with a single worker."""
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
     """Function that returns the peak memory use, in bytes, of each other worker."""
     deterministic: bool = False
@@ -176,8 +178,8 @@ def _add_notes(engine: Engine) -> Engine:
 
 
 def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
-    """Return a predictor of the time of windows. The predictor uses the measured passes of the stages or,
-    before any are measured, the profile of this machine."""
+    """Return a predictor of the time of windows (a few global batches of every job each). The predictor uses
+    the measured passes of the stages or, before any are measured, the profile of this machine."""
 
     def price(program: Program) -> float | None:
         if driver.paces.has_measurements:
@@ -189,7 +191,7 @@ def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> 
 
 def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: float) -> list[str]:
     """Return sentences that the user sees at the end of a run whose base was streamed from host memory or
-    files and whose windows took `seconds`."""
+    files and whose training took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
         reports, shards = executor.reports, executor.shards

@@ -75,8 +75,8 @@ Request = Enter | Cancel | Pause | Resume | SetPriority
 
 
 class JobInbox(Protocol):
-    """The source of requests to a training loop. Its methods are called between windows, in the thread that
-    trains."""
+    """The source of requests to a training loop. The thread that trains calls its methods each time that a
+    few global batches of every job (a window) have been run."""
 
     def read(self) -> Sequence[Request]:
         """Return the requests that have arrived since the last call."""

@@ -72,8 +72,9 @@ class PreparedJob:
         return None if self.spec.adapter.init_from is None else OWN_ADAPTER
 
     def score_window(self, step: int, indices: np.ndarray) -> JobWindow:
-        """Return the job's part of a window in which the reference policy scores samples of `reference_data`
-        and nothing is trained. `indices` count the samples in the order of `reference_data.parts`."""
+        """Return the job's part of a window (a plan of a few global batches) in which the reference policy
+        scores samples of `reference_data` and nothing is trained. `indices` count the samples in the order of
+        `reference_data.parts`."""
         assert self.reference_data is not None
         return self.curriculum.score_window(step, self.reference_data, indices)
 
@@ -85,13 +86,13 @@ class PreparedJob:
         return replace(self, data=data, base_samples=held_out)
 
     def job_window(self, step: int, rounds: int, is_first_window: bool) -> JobWindow:
-        """Return the job's part of a window: its next `rounds` global batches after `step`, with their
-        evaluations and saves."""
+        """Return the job's part of a window (a plan of a few global batches of every job): its next `rounds`
+        global batches after `step`, with their evaluations and saves."""
         return self.curriculum.job_window(step, rounds, is_first_window, self.step_limit)
 
     def base_window(self, step: int) -> JobWindow:
-        """Return the job's part of a window in which only the base without adapters is evaluated, on the
-        job's held-out samples."""
+        """Return the job's part of a window (the plan that is run next) in which only the base without
+        adapters is evaluated, on the job's held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.job_window(step, 0, is_first_window=True)

@@ -64,8 +64,8 @@ class TimedWindow:
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
     other_seconds: float = 0.0
-    """Seconds spent in the user's callback and in passes of a decoder during the window. They are excluded
-    from the window's measured time."""
+    """Seconds spent in the user's callback and in passes of a decoder during the current window (a few global
+    batches of every job). These seconds are excluded from the window's measured time."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
@@ -111,15 +111,15 @@ class Loop:
             first_seconds=engine.choice.first_pass_seconds,
         )
         self.seconds = 0.0
-        """Total seconds of all windows."""
+        """Total seconds of training so far in this process."""
         if not engine.deterministic:
             with suppress(ValueError):
                 self.fitted_models.restore(journal.read_fitted_models())
         self.jobs: dict[str, PreparedJob] = {}
         self.waiting_jobs: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
-        """Executed Programs (the plans of windows). None unless a test or a benchmark requests them by
-        setting a list."""
+        """Executed Programs (each is the plan of a few global batches of every job). None unless a test or a
+        benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self.result_writer = ResultWriter(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.fitted_models, self.jobs)
@@ -147,8 +147,8 @@ class Loop:
         self.add_proposed_job: Callable[[JobSpec], Any] | None = None
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
-        """Source of requests, such as to pause a job, which are read between two windows. None if the run
-        takes no requests."""
+        """Source of requests, such as to pause a job, which are read after every few global batches. None if
+        the run takes no requests."""
         self.rank_jobs: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
         """Policy that ranks the jobs for admission. By default, jobs are admitted by their own priority and
         their order in the file."""
@@ -161,8 +161,8 @@ class Loop:
         """Function that returns whether the run has been asked to end."""
         self._callback: Callback | None = None
         self._evaluated_trials: frozenset[str] = frozenset()
-        """Trials (jobs of a sweep) that make no step in the current window: only the mean of their last
-        weights is evaluated."""
+        """Trials (jobs of a sweep) that make no step in the current window (a few global batches of every
+        job): only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
         """Maximum number of attached jobs. It is lowered after a shortage of memory, and unlimited again when
         one of these jobs has ended."""
@@ -175,7 +175,8 @@ class Loop:
     # -- admission ---------------------------------------------------------------------------------------
 
     def add_job(self, job: PreparedJob) -> None:
-        """Queue a job, which will be attached before the next window that has enough memory for the job."""
+        """Queue a job, which will be attached (loaded for training) as soon as there is enough memory for
+        it."""
         checkpoints = self.result_writer.checkpoints(job.name)
         if job.shape.source_job and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
@@ -210,8 +211,8 @@ class Loop:
             self._set_ending(name, Ending(State.FAILED, reason))
 
     def pause(self, name: str, with_sweep: bool = False) -> None:
-        """Save and detach a job, which does not train until `resume` is called. This is allowed between
-        windows only. A trial is paused only together with its whole sweep."""
+        """Save and detach a job, which does not train until `resume` is called. This is allowed between two
+        runs of a Program only. A trial is paused only together with its whole sweep."""
         if self.sweeps.is_trial(name) and not with_sweep:
             raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
         if self.store.job(name).state is State.PAUSED:
@@ -230,7 +231,7 @@ class Loop:
         return f"{ON_REQUEST} at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
 
     def resume(self, name: str) -> None:
-        """Queue a paused job again. This is allowed between windows only."""
+        """Queue a paused job again. This is allowed between two runs of a Program only."""
         if self.store.job(name).state is not State.PAUSED:
             raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
         self.paused_jobs.discard(name)
@@ -529,8 +530,8 @@ class Loop:
         return True
 
     def take_turn(self, action: Callable[[], object]) -> None:
-        """Call `action`, which runs a decoder between two passes of training. Its seconds are excluded from
-        the window's measured time."""
+        """Call `action`, which runs a decoder between two passes of training. The seconds of the call are
+        excluded from the measured time of training."""
         began = time.monotonic()
         action()
         self._timed.other_seconds += time.monotonic() - began
@@ -771,8 +772,8 @@ class Loop:
     # -- endings -----------------------------------------------------------------------------------------
 
     def _set_ending(self, name: str, ending: Ending) -> None:
-        """Record, during a window, in which state and for which reason a job ends. The job is detached at the
-        window's end."""
+        """Record in which state and for which reason a job ends. The job is detached when the current window
+        (a few global batches of every job) has been run."""
         self._endings[name] = ending
         self.executor.kill(name)
 
@@ -807,7 +808,8 @@ class Loop:
 
     def _end_complete_jobs(self) -> None:
         """Mark jobs that have made their last step and have been evaluated as succeeded, unless another
-        ending has been recorded. The jobs are detached at the window's end."""
+        ending has been recorded. The jobs are detached when the current window (a few global batches of every
+        job) has been run."""
         for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
                 name
@@ -858,9 +860,9 @@ class Loop:
     # -- sweeps ------------------------------------------------------------------------------------------
 
     def _apply_sweep_decisions(self) -> bool:
-        """Apply the decisions of sweeps between windows: trials that are compared at their current step
-        continue, are detached to wait for other trials, or leave. Return whether a new job waits for
-        admission."""
+        """Apply the decisions of sweeps, between two runs of a Program: trials that are compared at their
+        current step continue, are detached to wait for other trials, or leave. Return whether a new job waits
+        for admission."""
         if not self.sweeps.sweeps:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}

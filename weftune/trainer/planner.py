@@ -26,8 +26,8 @@ class PlannerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def plan_window(self, *arguments: Any) -> Program:
-        """Return the planned window for these arguments of the function `plan_window`. If the process cannot
-        answer, for example because it was killed, the window is planned in the calling thread."""
+        """Return the Program (executable plan) that the function `plan_window` returns for these arguments.
+        If the process cannot answer, for example because it was killed, the calling thread plans instead."""
         answer = self._request(pickle.dumps(arguments))
         if not answer:
             return plan_window(*arguments)
@@ -55,8 +55,8 @@ class PlannerProcess:
 
 
 def serve() -> None:
-    """Plan windows on request, as the main function of the planning process, until the caller closes the pipe
-    or dies."""
+    """Plan windows (a few global batches of every job each) on request, as the main function of the planning
+    process, until the caller closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the caller decides
     # Answers must not be mixed with what libraries print.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

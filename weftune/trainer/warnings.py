@@ -19,10 +19,10 @@ VANISHED_GRADIENT = 1e-6
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW_RATIO = 2.0
-"""Ratio of measured to planned seconds of windows above which a run counts as slow."""
+"""Ratio of measured to planned seconds of training above which a run counts as slow."""
 MIN_COMPARED_SECONDS = 10.0
-"""Minimum total seconds of the windows that are compared with their plan, since a pause of the system
-distorts shorter times."""
+"""Minimum total seconds of training that are compared with the plan, since a pause of the system distorts
+shorter times."""
 
 # -- adapters ------------------------------------------------------------------------------------------
 
@@ -87,8 +87,8 @@ class SlowRun:
         self._planned = self._seconds = 0.0
 
     def add(self, planned_seconds: float | None, seconds: float) -> str:
-        """Add a window with its planned and measured seconds. Return the warning if the run is slow,
-        otherwise ""."""
+        """Add the planned and measured seconds of a window (a few global batches of every job). Return the
+        warning if the run is slow, otherwise ""."""
         if self._load is None or planned_seconds is None:
             return ""
         self._planned += planned_seconds

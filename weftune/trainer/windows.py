@@ -28,7 +28,8 @@ SAME_LIMIT = 0.25
 Windows that were planned ahead thus stay valid, and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
-"""Maps each job to the last step that it has begun before the window. That step may be unfinished."""
+"""Maps each job to the last optimizer step that it has begun before the next window (a few global batches of
+every job) starts. That step may be unfinished."""
 Unscored = Mapping[str, NDArray[np.int64]]
 """Maps each job that waits for its reference log-probabilities to the indices of the samples that it
 scores."""
@@ -45,8 +46,8 @@ class PlannedWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowAhead:
-    """The next window, which is planned while the current one runs, and the conditions for which it is
-    planned."""
+    """The next window (a few global batches of every job), which is planned while the current one runs, and
+    the conditions for which it is planned."""
 
     cursors: Cursors
     capacity: int
@@ -129,13 +130,14 @@ class Windows:
         return plan_window(windows, self._choice.layout, capacity, False, recompute, pacing, unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
-        """Return a window that only evaluates the base, without adapters, on these jobs' held-out samples."""
+        """Return a window (the plan that is run next) that only evaluates the base, without adapters, on
+        these jobs' held-out samples."""
         cursors, (capacity, recompute) = self._job_cursors(), self._capacity()
         windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
-        """Begin to plan the window that follows the Program `program`, in the background."""
+        """Begin to plan, in the background, the global batches that follow those of the Program `program`."""
         cursors, pace, unfinished = self._job_cursors(), self._window_pace(), unfinished_work(program)
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
@@ -186,8 +188,8 @@ class Windows:
         return PlannedWindow(program, windows, count_fitting_rounds(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
-        """Return the measured speeds and limits by which windows of these jobs are planned in a pipeline, or
-        None for other layouts."""
+        """Return the measured speeds and limits by which the next global batches of these jobs are planned in
+        a pipeline, or None for other layouts."""
         pacing, memory = self._engine.pacing(), self._fitted_models.memory
         shapes = [self._jobs[name].shape for name in names]
         if pacing is None or not shapes:

@@ -85,8 +85,9 @@ class FairShare:
     so that no job waits forever. A job that would miss its deadline if it waited longer goes before others of
     its priority. Jobs of equal priority are ordered by the tokens that their tenant would have received after
     them: those of the tenant's earlier jobs in this ranking, plus recently trained tokens in multiples of
-    `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever number of jobs
-    another tenant has, and tenants that do not fit together take turns that last about `quantum_tokens`.
+    `quantum_tokens`. A tenant with one job is therefore admitted within a few global batches, whatever number
+    of jobs another tenant has, and tenants that do not fit together take turns that last about
+    `quantum_tokens`.
     """
 
     quantum_tokens: int = 500_000

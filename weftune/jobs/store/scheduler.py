@@ -39,9 +39,9 @@ def admit_jobs(
     fits: Fits,
     overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide which jobs are admitted and preempted between two windows. `overtake_counts` comes from the
-    Admission of the last decision. A job that starts from another job's adapter waits until the caller clears
-    its `source_job`, once the adapter exists."""
+    """Decide which jobs are admitted and preempted between two windows (runs of a few global batches of every
+    job). `overtake_counts` comes from the Admission of the last decision. A job that starts from another
+    job's adapter waits until the caller clears its `source_job`, once the adapter exists."""
     never = find_misfits(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]

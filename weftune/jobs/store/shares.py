@@ -89,8 +89,8 @@ def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
     """Merge the files of all shares (parts of the jobs, each trained by one process) into those of the output
-    folder: metrics, windows, and fitted models of time and memory. Return the combined status, which the
-    caller writes before it calls `delete_shares`."""
+    folder: metrics, records of windows (a few global batches of every job each), and fitted models of time
+    and memory. Return the combined status, which the caller writes before it calls `delete_shares`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -177,7 +177,7 @@ def _read_windows(folders: Sequence[Path]) -> bytes:
 
 def _save_fitted_models(output: Path, folders: Sequence[Path]) -> None:
     """Copy the time and memory models of one process to the output folder: those of the process that has
-    executed the most windows."""
+    measured the most windows (a few global batches of every job each)."""
     found = [folder / FITTED_MODELS for folder in folders if (folder / FITTED_MODELS).exists()]
     if found:
         replace_file(output / FITTED_MODELS, max(found, key=_count_fitted_windows).read_bytes())

@@ -1,5 +1,6 @@
-"""The store of a run, which writes the status and the lines of metrics and windows to the output folder. If
-the jobs of a run are divided among several processes, each process has a store."""
+"""The store of a run, which writes the run's status, the lines of metrics, and the lines about windows (a few
+global batches of every job each) to the output folder. If the jobs of a run are divided among several
+processes, each process has a store."""
 
 from __future__ import annotations
 
@@ -206,8 +207,8 @@ STATUS_SECONDS = 1.0
 
 
 class Store:
-    """The status of a run in memory and on disk, with its lines of metrics and windows. It is created by
-    `open_store`."""
+    """The store of a run: its status in memory and on disk, with its lines of metrics and of windows (a few
+    global batches of every job each). A store is created by `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
@@ -229,8 +230,8 @@ class Store:
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock that is held while lines of metrics or windows are appended in memory, and while the content
-        of a write to disk is collected."""
+        """Lock that is held while lines of metrics.jsonl or windows.jsonl are appended in memory, and while
+        the content of a write to disk is collected."""
         self._disk = threading.RLock()
         """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
         self._written = float("-inf")

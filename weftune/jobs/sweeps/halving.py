@@ -105,8 +105,8 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
 
 
 def kept_trial_count(kept_fraction: float, count: int) -> int:
-    """Return how many of `count` trials continue after a rung, where `kept_fraction` is the fraction that
-    continues."""
+    """Return how many of `count` trials continue after a comparison, where `kept_fraction` is the fraction
+    that continues."""
     return count if kept_fraction >= 1 else max(1, to_steps(kept_fraction, count))
 
 

@@ -50,8 +50,8 @@ class TrialRecord:
     """Maps each step at which trials are compared to the trial's metric there. None if the metric was not
     finite."""
     score: float | None = None
-    """Metric of the trial: that of its adapter if the trial has finished, that at the rung where it was
-    dropped, or otherwise that of its last evaluation."""
+    """Metric of the trial: that of its adapter if the trial has finished, the metric at the comparison (rung)
+    where it was dropped, or otherwise the metric of its last evaluation."""
     score_step: int | None = None
     """Step of the weights for which the trial's metric was measured."""
     warning: str = ""
@@ -207,13 +207,13 @@ class RungRow:
     started_count: int
     """Number of trials that train up to this rung (a comparison of trials)."""
     evaluated_count: int
-    """Number of trials, of those that train up to this rung, that have reached its step or ended before
-    it."""
+    """Number of trials, of those that train up to this comparison of trials (rung), that have reached its
+    step or ended before it."""
     kept_count: int | None = None
     """Number of trials that continue after the rung (a comparison of trials). None until this is decided."""
     lost_count: int = 0
-    """Number of trials, of those that train up to this rung, that failed or left the sweep before its
-    step."""
+    """Number of trials, of those that train up to this comparison of trials (rung), that failed or left the
+    sweep before its step."""
     worst_kept_score: float | None = None
     best_dropped_score: float | None = None
 

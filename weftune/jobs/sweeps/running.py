@@ -90,7 +90,8 @@ ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State
 
 @dataclass(frozen=True, slots=True)
 class TrialOrders:
-    """Instructions of a sweep to the training loop about its trials, given between two windows."""
+    """Instructions of a sweep to the training loop about its trials, given each time that the loop has run a
+    few global batches of every job (a window)."""
 
     step_limits: Mapping[str, int] = field(default_factory=dict)
     """Maps each trial to the step up to which it may train."""
@@ -137,7 +138,8 @@ class RunningSweep:
         """Maps each trial that had ended when sweep.json was read to its metric and the step at which the
         metric was measured."""
         self._leaving: set[str] = set()
-        """Trials that leave at the end of the current window because of their training loss."""
+        """Trials that leave at the end of the current window (a few global batches of every job) because of
+        their training loss."""
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = search is None
@@ -535,8 +537,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: that of its adapter if the trial has finished, that at the rung where it
-        was dropped, or otherwise that of its last evaluation."""
+        """Return a trial's metric: that of its adapter if the trial has finished, the metric at the
+        comparison (rung) where it was dropped, or otherwise the metric of its last evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:

@@ -1,5 +1,6 @@
 """Weftune's own API beside OpenAI's: an overview of jobs with live updates, loss curves, the device's last
-windows, receipts, plans of jobs before they are submitted, priorities, and downloads of adapters."""
+windows (a few global batches of every job each), receipts (used resources), plans of jobs before they are
+submitted, priorities, and downloads of adapters."""
 
 from __future__ import annotations
 
@@ -550,8 +551,8 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
 
 
 def _training_bytes(memory: Mapping[str, int]) -> int:
-    """Return the bytes that the base model and the training jobs may use, from a window's record of memory by
-    purpose."""
+    """Return the bytes that the base model and the training jobs may use, from the record of a window (a few
+    global batches of every job), which has the device's memory by purpose."""
     return memory["budget_bytes"] - memory.get("answer_bytes", 0)
 
 
@@ -787,7 +788,7 @@ class _PlannedQueue:
     jobs_ahead: int
     running_jobs: int
     budget_bytes: int | None
-    """Maximum bytes of memory for training on a CPU. None on a GPU, or if no window has run yet."""
+    """Maximum bytes of memory for training on a CPU. None on a GPU, or if no job has trained yet."""
 
 
 def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:

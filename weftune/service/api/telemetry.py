@@ -91,8 +91,8 @@ class _Stores(Collector):
 
 
 def _memory_metric(memory: Mapping[str, Any]) -> Metric:
-    """Return a Prometheus metric of device bytes, labelled by purpose, from the memory values of a window's
-    record."""
+    """Return a Prometheus metric of device bytes, labelled by purpose, from the memory values that the
+    training process has recorded with the last window (a few global batches of every job)."""
     metric = GaugeMetricFamily(
         "weftune_memory_bytes", "Device bytes in the last window by purpose.", labels=["part"]
     )

@@ -472,7 +472,8 @@ class TrainingStore:
             return {tenant: int(tokens) for tenant, tokens in rows}
 
     def last_windows(self, limit: int = 1) -> list[WindowRow]:
-        """Return the latest windows, the newest first."""
+        """Return the records of the latest windows (a few global batches of every job each), the newest
+        first."""
         query = select(windows).order_by(windows.c.number.desc()).limit(limit)
         with self._database.read() as connection:
             return [to_record(WindowRow, row) for row in connection.execute(query)]
