@@ -40,8 +40,8 @@ count."""
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a `_Layer` with the given linears and experts. `other_parameters` is the number of its
-    parameters besides those of the linears and experts."""
+    """Return a `_Layer` with the given linears and experts. `other_parameters` is the number of the layer's
+    parameters that belong to neither."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -309,8 +309,7 @@ def _head_counts(config: Config) -> tuple[int, int, int]:
 
 
 def _vocabulary_parameters(config: Config, hidden: int) -> int:
-    """Return the number of parameters of the embedding plus, unless they are tied, those of the output
-    layer."""
+    """Return the number of parameters of the embedding plus, unless the two are tied, of the output layer."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 

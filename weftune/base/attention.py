@@ -85,8 +85,8 @@ class Prefixes:
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
     """Prefix keys and values for a pass that is captured as a CUDA graph, in which index tensors select the
-    samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys; the
-    remaining ones of these rows are zero."""
+    samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys. Rows
+    among the Z that nothing is copied to are zero."""
 
     read_keys: ReadKeys
     pack: Pack

@@ -134,8 +134,8 @@ def check_packing(base: Base, attention_name: str) -> None:
 
 
 def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
-    """Return the lengths in tokens of the three samples of the check. One is longer than the sliding window
-    if the check has to cover the window."""
+    """Return the lengths in tokens of the three samples of the check. One sample is longer than the model's
+    sliding window if the check has to cover this window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -190,9 +190,9 @@ Decision = tuple[Tensor, ...]
 
 
 class Routing:
-    """Records and replays the decisions of a mixture's routers. If two experts have almost equal scores for a
-    token, a different rounding may select the other one. So when two computations of the same rows are
-    compared, the second uses the decisions of the first."""
+    """A recorder of the decisions of the routers in a mixture of experts, which can also replay them. If two
+    experts have almost equal scores for a token, a different rounding may select the other one. So when two
+    computations of the same rows are compared, the second uses the decisions of the first."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mixes = model.config.model_type in MIXTURES

@@ -152,7 +152,7 @@ def file_checksums(path: Path) -> list[int]:
 
 
 def delete_gguf_cache(folder: Path) -> None:
-    """Delete a converted folder. It is renamed first, so that no process finds it half deleted."""
+    """Delete a converted folder. The folder is renamed first, so that no process finds it half deleted."""
     aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
         folder.rename(aside)

@@ -111,9 +111,9 @@ class Base:
 
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Return a function from the path of a site (an adaptable linear) or of the embedding to its weight
-        [N, K], on the device or the host. For the embedding's path with `.embed_scale` appended, it returns
-        the factor by which embeddings are multiplied; for the path of a scalar head, the standard deviation
-        of the head's initial values."""
+        [N, K], on the device or the host. For the embedding's path with `.embed_scale` appended, the function
+        returns the factor by which embeddings are multiplied, and for the path of a scalar head, the standard
+        deviation of the head's initial values."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:

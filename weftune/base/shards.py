@@ -62,8 +62,8 @@ class _Sizes:
 
 ReadWhole = Callable[[str], Tensor | None]
 """Function from the name of a parameter to its whole weight, from which some kinds of adapters are
-initialised. It returns None for parameters other than the embedding and the weights of sites (adaptable
-linears)."""
+initialised. The function returns None for parameters other than the embedding and the weights of sites
+(adaptable linears)."""
 
 
 def _read_no_weight(_: str) -> None:

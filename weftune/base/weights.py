@@ -306,7 +306,8 @@ def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None
 
 
 def create_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Create the buffers that files do not contain, such as rotary frequencies, as transformers does."""
+    """Create the buffers that weight files do not contain, such as rotary frequencies, with the values that
+    transformers gives them."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:

@@ -50,8 +50,8 @@ class LengthsRow:
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
-    """Draw the sample lengths of `count` rounds (one batch of every job each). They are the same on every
-    call: each job has its own seed, and jobs cycle through the datasets."""
+    """Draw the sample lengths of `count` rounds (one batch of every job each). The lengths are the same on
+    every call: each job has its own seed, and jobs cycle through the datasets."""
     pools = list(json.loads(FILE.read_text()).values())
     drawn = [
         np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()

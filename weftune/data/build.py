@@ -30,7 +30,7 @@ from weftune.data.workers import get_workers, have_workers_answered, worker_coun
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Version of the cached samples. It must be increased when equal rows produce different samples than
+"""Version of the cached samples. The number must be increased when equal rows produce different samples than
 before."""
 MAX_SHOWN_ROWS = 20
 MAX_SHOWN_LOCATIONS = 3
@@ -42,8 +42,8 @@ CHUNKS_BEFORE_WORKERS = 4
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
-    """Return the hash of everything that determines the tokenised samples of a table. It names their store in
-    the cache."""
+    """Return the hash of everything that determines the tokenised samples of a table. The hash names the
+    folder of these samples in the cache."""
     spec = rules.spec
     choices = [
         VERSION,

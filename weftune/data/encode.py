@@ -64,7 +64,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokenizer. It is cached, since hashing a large vocabulary is slow."""
+        """Hash of the tokenizer. The hash is cached, since hashing a large vocabulary is slow."""
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
@@ -97,8 +97,8 @@ class Encoder:
     def encode_with_placeholders(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
         """Return the tokens of a text that a template printed, split at every placeholder.
 
-        A placeholder is a private-use character that replaces a control token in a user's text. It is
-        tokenised as the plain text of that control token.
+        A placeholder is a private-use character that replaces a control token in a user's text. A placeholder
+        is tokenised as the plain text of the control token that it replaces.
         """
         if not text:
             return _to_encoded([], [])

@@ -92,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The tokens of one training sample, and a mask of the supervised ones."""
+    """The tokens of one training sample, and a mask that says which of them are supervised."""
 
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]

@@ -342,8 +342,8 @@ def _split_rows(
 
 
 def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
-    """Return the largest hash for which a row is held out. It is chosen so that at least one row is held out,
-    but never all."""
+    """Return the largest hash for which a row is held out. The threshold is chosen so that at least one row
+    is held out, but never all."""
     distinct = np.unique(rows)
     if len(distinct) < 2:
         raise DataError(

@@ -41,8 +41,8 @@ class Samples:
         self.supervises_prompts = False
         """Whether the first sample of each pair is supervised from its first token."""
         self.rows_before = 0
-        """Number of virtual tokens that the adapter inserts before every sample. They count towards its
-        length."""
+        """Number of virtual tokens that the adapter inserts before every sample. These tokens count towards
+        the sample's length."""
         self.first_position = 0
         """Position of the first token of every sample. Earlier positions belong to the prefix keys of an
         adapter."""
@@ -301,5 +301,6 @@ def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[ND
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Return a random permutation. It is made from raw bits, so that it is equal in all versions of numpy."""
+    """Return a random permutation. The permutation is computed from raw bits, so that it is equal in all
+    versions of numpy."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

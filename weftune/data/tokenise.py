@@ -82,8 +82,8 @@ class Tokeniser:
         return kept
 
     def _no_supervision_error(self, samples: Sequence[Sample]) -> BadRow:
-        """Return the error for a row without supervised tokens. It says whether they were lost by
-        truncation."""
+        """Return the error for a row without supervised tokens. The error says whether the row lost such
+        tokens by truncation."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")
@@ -156,8 +156,8 @@ class Tokeniser:
 
     def _join_sides(self, content: Pair | Labelled, sides: Sequence[Outcome]) -> Outcome:
         """Return the samples of a pair or of a labelled answer. Each of `sides` consists of the tokens of the
-        prompt and all tokens. The answers of a pair begin where the first of them differs from the prompt, as
-        in TRL, so both samples have the same prompt tokens."""
+        prompt, and the tokens of prompt and answer together. The answers of a pair begin where the first of
+        them differs from the prompt, as in TRL, so both samples have the same prompt tokens."""
         side_samples: list[Sequence[Sample]] = []
         for side in sides:
             if isinstance(side, BadRow):

@@ -34,7 +34,7 @@ class StreamedAnswer:
     generation: Generation
     tokenizer: PreTrainedTokenizerBase
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. They are not part of its text."""
+    """Strings that end the answer. These strings are not part of the answer's text."""
     text: str = ""
     """Text generated so far. A character is left out until all of its bytes have been generated."""
     is_stopped: bool = False

@@ -47,8 +47,8 @@ def page_keys(adapter: str | None, weights_version: Hashable, tokens: Sequence[i
 
 
 class PagePool:
-    """The page numbers of a cache. It records which pages are free, and which can be shared because they hold
-    the first tokens of a sequence.
+    """The page numbers of a cache. This pool records which pages are free, and which can be shared because
+    they hold the first tokens of a sequence.
 
     A page with a key stays readable after its last user has released it, until another sequence needs the
     memory. The page that has been unused for longest is reused first.

@@ -141,7 +141,7 @@ class Decoder:
         self._waiting_sequences: deque[Generation] = deque()
         self._running_sequences: list[Generation] = []
         self._prepared_step: StepAhead | None = None
-        """Inputs of the next decode step, used only if that step has the same sequences as the last one."""
+        """Inputs of the next decode step, used only if that step has the same sequences as the last step."""
 
     @property
     def is_idle(self) -> bool:

@@ -115,7 +115,7 @@ def planner_chooses_division(options: Options) -> bool:
 
 def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> tuple[Options, str]:
     """Return the options with the numbers of processes that the planner chooses for this machine, and a
-    sentence with the reason. `weftune plan` gives the same answer."""
+    sentence with the reason. `weftune plan` makes the same choice."""
     from weftune.run.measure.memory import visible_gpus
 
     gpus = visible_gpus(options.device)
@@ -277,8 +277,8 @@ def _find_profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
 
 
 def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
-    """Return a predictor of the times of pipeline stages. It uses the measured profile of a worker or,
-    without a profile, the data sheet of the device."""
+    """Return a predictor of the times of pipeline stages. The predictor uses the measured profile of a worker
+    or, without a profile, the data sheet of the device."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
     output_bytes = shape.hidden * shape.bytes_per_value
     if profile is not None:

@@ -65,8 +65,8 @@ class PlannedJob:
     reference_data: Prepared | None = None
     """Samples for the job's reference policy. None if the job has no reference policy."""
     scored_sample_count: int = 0
-    """Number of samples that the job's reference policy scores before the first step. It is 0 if an earlier
-    job has scored the same samples with the same reference policy."""
+    """Number of samples that the job's reference policy scores before the first step. The number is 0 if an
+    earlier job has scored the same samples with the same reference policy."""
 
     @property
     def name(self) -> str:

@@ -110,8 +110,9 @@ class _Process:
 
 
 class Supervisor:
-    """The supervisor of all teams of a run. It calls `show_sentence` with sentences for the user, and
-    `handle_message` with messages from the processes. `resume` is the command line that resumes the run."""
+    """The supervisor of all teams of a run. The supervisor calls `show_sentence` with sentences for the user,
+    and `handle_message` with messages from the processes. `resume` is the command line that resumes the
+    run."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ def _disconnect(heartbeat: Heartbeat) -> None:
 
 
 Main = Callable[[], object]
-"""Function that a worker process runs. It reads its command line from `sys.argv`."""
+"""Function that a worker process runs. The function reads its command line from `sys.argv`."""
 WorkerMain = Callable[[int, Mapping[str, str], Connection], object]
 """A function that a worker process runs. Its arguments are the number of earlier starts of its team,
 environment variables with which `connect_workers` finds the other workers of the team, and a connection to
@@ -120,9 +120,9 @@ def launch(
 def connected_team(
     main: WorkerMain, names: Sequence[str], name: str, prints_to_terminal: bool = False
 ) -> Team:
-    """Return a team of workers (processes that are restarted together) that connect to one another, one for
-    each of `names`. `name` is the name of the team. With `prints_to_terminal`, the first worker prints to the
-    launcher's output instead of a log file."""
+    """Return a team of workers (processes that are restarted together) that connect to one another, one
+    worker for each name in `names`. `name` is the name of the team. With `prints_to_terminal`, the first
+    worker prints to the launcher's output instead of a log file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []

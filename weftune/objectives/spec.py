@@ -46,8 +46,8 @@ class ObjectiveSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """Import path `package.module:Class` of the objective. It is imported only for training, because it needs
-    torch."""
+    """Import path `package.module:Class` of the objective. The class is imported only for training, because
+    it needs torch."""
     learning_rate: ClassVar[float] = 1e-6
     """Default learning rate of jobs with this objective, if the user sets none."""
     row_kind: ClassVar[RowKind] = "pairs"

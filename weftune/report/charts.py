@@ -44,7 +44,8 @@ DROPPED = "left"
 """Name of the legend's group of all curves of trials that were dropped from a sweep. One button of the legend
 shows and hides them."""
 MAX_POINTS = 16_000
-"""Maximum number of points of all curves of one chart together. They take about 200 kB."""
+"""Maximum number of points of all curves of one chart together. So many points take about 200 kB in the
+page."""
 _MAX_LEVELS = 3
 """Maximum number of losses of the base model that are drawn as horizontal lines. The base has one loss for
 every set of validation rows."""
@@ -235,8 +236,8 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a trial that was dropped from its sweep. It is drawn behind all other curves, and
-    its name is shown only on hover."""
+    """Return the curve of a trial that was dropped from its sweep. The curve is drawn behind all other
+    curves, and its name is shown only on hover."""
     grey = LineStyle(DROPPED_COLOUR)
     return Series(name=job.name, points=points, line_style=grey, width=1.2, opacity=0.6, group=DROPPED)
 

@@ -82,7 +82,7 @@ class Bar:
     start: float
     stop: float
     text: str
-    """String that is shown when the pointer is on the bar. It is not HTML-escaped."""
+    """String that is shown when the pointer is on the bar. The string is not HTML-escaped."""
     microbatch: int = -1
     """Index of the microbatch that the action processes. -1 if the action processes none, or the index is
     unknown."""

@@ -129,8 +129,8 @@ class TensorboardLogger:
 
 
 def _log_in_to_wandb() -> None:
-    """Log in to Weights & Biases. This is done before the run starts, since wandb may ask for a key, and so
-    that errors are reported at once."""
+    """Log in to Weights & Biases. The login takes place before the run starts, since wandb may ask for a key,
+    and so that errors are reported at once."""
     import wandb
 
     try:

@@ -133,7 +133,7 @@ class Run:
 
     @property
     def dropped_trials(self) -> frozenset[str]:
-        """Names of the trials that were dropped from their sweeps. They do not count as failures."""
+        """Names of the trials that were dropped from their sweeps. Such trials do not count as failures."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )

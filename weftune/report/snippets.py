@@ -55,9 +55,9 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
-    """Return the rank of the adapter in `folder` if vLLM can load the adapter, and None if it cannot. It
-    cannot load an adapter of a quantised base or of a base with rope scaling, since it would load another
-    model than the adapter was trained on."""
+    """Return the rank of the adapter in `folder` if vLLM can load the adapter, and None if it cannot. vLLM
+    cannot serve an adapter that was trained on a quantised base or with rope scaling, since vLLM would load
+    another model as the base."""
     if base.quantize is not None or base.rope_scaling is not None:
         return None
     try:

@@ -165,8 +165,8 @@ class Parallel:
 def value_axis(
     label: str, values: Iterable[float], *, starts_at_zero: bool = False, margin: float = 0.05
 ) -> Axis:
-    """Return an axis for measured values. It is logarithmic if outliers would compress all other values on a
-    linear axis."""
+    """Return an axis for measured values. The axis is logarithmic if outliers would compress all other values
+    on a linear axis."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high > LOG_RATIO * median(known):

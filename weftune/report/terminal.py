@@ -127,8 +127,8 @@ class LiveView:
         self._overall = Pace()
         self._steps = sum(row.step for row in jobs)
         self._tokens = sum(row.trained_tokens for row in jobs)
-        """Running totals of the steps and tokens of all jobs. They are not summed anew, since there may be
-        thousands of jobs."""
+        """Running totals of the steps and tokens of all jobs. The totals are updated with each report instead
+        of summed anew, since there may be thousands of jobs."""
         self._lock = RLock()
         """Lock of the rows of jobs, which the trainer changes while rich's thread draws them."""
         self._live = (

@@ -53,9 +53,9 @@ class Notice:
 class Announcer:
     """A thread that asks vLLM to load and unload adapters, one after another, so that training never waits.
 
-    `notify` is called in that thread with a job, a message for its owner, the message's level, and whether
-    vLLM has loaded the adapter. The messages contain neither vLLM's address nor paths, which are not shown to
-    owners.
+    The function `notify` is called in that thread with a job, a message for its owner, the message's level,
+    and whether vLLM has loaded the adapter. The messages contain neither vLLM's address nor paths, which are
+    not shown to owners.
     """
 
     def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Notify) -> None:

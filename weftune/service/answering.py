@@ -49,8 +49,8 @@ class ChatPrompt:
 class ChatAnswer:
     stream: StreamedAnswer
     serial: int | None
-    """Number that identifies when the adapter that answers was attached to the base model, by which a later
-    attachment under the same name is recognised. None for the bare base model."""
+    """Serial number of the attachment of the answering adapter to the base model, which changes if the
+    adapter is detached and attached again. None for the bare base model."""
 
 
 class AnsweringBase:

@@ -195,8 +195,8 @@ class ServiceInbox:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a job's folder. It is renamed first, so that a partly deleted folder is never mistaken for a
-    complete one."""
+    """Delete a job's folder. The folder is renamed first, so that a partly deleted folder is never mistaken
+    for a complete one."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

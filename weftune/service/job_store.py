@@ -331,8 +331,8 @@ class ServiceJobStore:
             self._events.append(event)
 
     def metric_lines(self, jobs: Collection[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines of metrics in the database, except those of steps that a resumed job will
-        repeat."""
+        """Yield the lines of metrics in the database. Lines of steps that a resumed job will repeat are left
+        out."""
         names = {ours: name for name, ours in METRIC_NAMES.items()}
         for job in jobs:
             row = self.row(job)
@@ -435,8 +435,8 @@ class ServiceJobStore:
     # -- writing -----------------------------------------------------------------------------------------
 
     def write_status(self) -> None:
-        """Write all changes in one transaction. If the database cannot be used, they are kept for the next
-        call, and OutputError is raised."""
+        """Write all changes in one transaction. If the database cannot be used, the changes are kept for the
+        next call, and OutputError is raised."""
         with self._lock:
             changes = Changes(
                 jobs=list(self._changed_rows.values()),

@@ -73,8 +73,8 @@ class TrialPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The predictions for a new job or sweep. Numbers of a sweep are those of all its trials together, if no
-    trial is dropped."""
+    """The predictions for a new job or sweep. For a sweep, each number is for all its trials (jobs) together,
+    if no trial is dropped."""
 
     why_not: str
     """Reason why the job, or a trial of the sweep, cannot run even alone. Empty if all can."""
@@ -114,11 +114,11 @@ async def preview(
     """Plan a job with an effective priority, together with `others`, which precede it among jobs of equal
     priority.
 
-    `trials` maps the names of a sweep's trials in the plan to the trials, as `planned_trials` returns them;
-    it is empty for a job that is no sweep. `hold_reasons` maps names in the plan to the reason why a quota
-    would hold the job or trial back. `budget_bytes` is the host memory for training on a CPU, including
-    memory that is already in use; None if it is not known. Raise UserError for an error in the job, and
-    PlanFailed if the plan takes too long.
+    `trials` maps the names of a sweep's trials in the plan to the trials; the mapping is empty for a job that
+    is no sweep. `hold_reasons` maps names in the plan to the reason why a quota would hold the job or trial
+    back. `budget_bytes` is the host memory for training on a CPU, including memory that is already in use;
+    None if it is not known. Raise UserError for an error in the job, and PlanFailed if the plan takes too
+    long.
     """
     jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
     base = {key: value for key, value in settings.base.record().items() if value is not None}

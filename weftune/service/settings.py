@@ -76,7 +76,7 @@ class ServiceSettings:
 
     @property
     def base_name(self) -> str:
-        """Name of the base in the API. It never contains a path of this machine."""
+        """Name of the base in the API. The name never contains a path of this machine."""
         return public_name(self.base)
 
     def file_path(self, id: str) -> Path:

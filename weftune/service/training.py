@@ -74,8 +74,8 @@ holds) is chosen for these jobs."""
 WARM_UP_JOBS = 2
 """Number of expected jobs whose passes are compiled and captured before the service is ready."""
 MAX_CRASHES = 3
-"""Number of crashes of the training process, all while a job is at the same step, after which the job
-fails."""
+"""Maximum number of crashes of the training process while a job is at the same step. When the number is
+reached, the job fails."""
 CRASHED = "the training process ended unexpectedly"
 
 

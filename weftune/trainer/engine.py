@@ -39,7 +39,7 @@ its predicted seconds, or to None if these cannot be predicted."""
 
 class TimelineWatcher:
     """An observer of windows (a few global batches of every job) that several workers run. It records a trace
-    of all windows, and the predicted and measured timelines of the last one."""
+    of all windows, and the predicted and measured timelines of the last window."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

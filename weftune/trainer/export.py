@@ -147,8 +147,8 @@ def new_folder(target_folder: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target_folder: Path) -> bool:
-    """Copy all files of `folder` except those of the adapter and job.yaml; return whether a tokenizer is
-    among them."""
+    """Copy all files of `folder` to `target_folder`, except job.yaml and the files of the adapter. Return
+    whether a tokenizer is among the copied files."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
             shutil.copyfile(path, target_folder / path.name)

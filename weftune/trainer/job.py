@@ -55,8 +55,8 @@ class PreparedJob:
     the evaluation of the base."""
 
     reference_data: Prepared | None = None
-    """Samples for the reference policy. They have no virtual tokens unless the job starts from an adapter.
-    None if the objective needs no reference policy."""
+    """Samples for the reference policy. The samples have no virtual tokens unless the job starts from an
+    adapter. None if the objective needs no reference policy."""
     prompts: HeldOutPrompts | None = None
     """Held-out prompts that the job answers at each evaluation. None if it generates no answers."""
 

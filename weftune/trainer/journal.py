@@ -240,5 +240,6 @@ class Journal:
 
 
 def _accuracy_values(key: str, value: float | None) -> dict[str, float]:
-    """Return a dict that maps `key` to the token accuracy. It is empty for jobs without supervised tokens."""
+    """Return a dict that maps `key` to the token accuracy. The dict is empty for jobs without supervised
+    tokens."""
     return {} if value is None else {key: value}

@@ -139,7 +139,8 @@ class Sweeps:
 
     def decide_rungs(self, store: Store) -> None:
         """Decide, from the metrics in the store, which trials continue at each step that all compared trials
-        have reached. This is called while no job trains. Trials that leave are cancelled in the store."""
+        have reached. The method is called while no job trains. Trials that leave are cancelled in the
+        store."""
         for sweep in self.sweeps:
             sweep.read_metrics()
         for name, reason in self.trial_orders({}, ()).leave_reasons.items():

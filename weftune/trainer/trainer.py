@@ -495,8 +495,8 @@ class Trainer:
         return True
 
     def _delete_job_folder(self, name: str) -> None:
-        """Delete a job's folder. It is renamed first, since a partly deleted folder could look like a job to
-        resume."""
+        """Delete a job's folder. The folder is renamed first, since a partly deleted folder could look like a
+        job to resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():

@@ -19,8 +19,8 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""Flags passed to `madvise`. They request huge pages, which are allocated and locked many times as fast as
-small ones, and exclude the pages from forks, since pages that a GPU writes to must not be copied."""
+"""Flags passed to `madvise`. The flags request huge pages, which are allocated and locked many times as fast
+as small ones, and exclude the pages from forks, since pages that a GPU writes to must not be copied."""
 
 
 class Pages(mmap.mmap):

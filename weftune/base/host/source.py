@@ -40,7 +40,8 @@ STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", t
 
 
 class MappedFile:
-    """A read-only mapping of one file. Its content stays the same if the file is replaced or deleted."""
+    """A read-only mapping of one file. The mapping's content stays the same if the file is replaced or
+    deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -249,8 +250,8 @@ class SourcePart:
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
-    """The weights of a streamed stage (consecutive layers) in mapped files. They are copied to the device in
-    chunks."""
+    """The weights of a streamed stage (consecutive layers) in mapped files. The weights are copied to the
+    device in chunks."""
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None

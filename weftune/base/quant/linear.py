@@ -40,8 +40,8 @@ def dequantise_plain(weight_format: WeightFormat, parts: Mapping[str, Tensor], o
 
 
 class QuantLinear(nn.Linear):
-    """A linear with a quantised weight. It dequantises the weight in every forward and again in the backward,
-    unless products are computed from the codes directly."""
+    """A linear with a quantised weight. The linear dequantises the weight in every forward and again in the
+    backward, unless products are computed from the codes directly."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of a `QuantLinear`. It looks up the module's tensors on every use, since they may be
-    replaced."""
+    """The weight of a `QuantLinear`. This object looks up the module's tensors on every use, since the
+    tensors may be replaced."""
 
     module: QuantLinear
 
@@ -253,7 +253,7 @@ def _plain_linear(module: QuantLinear) -> nn.Module:
 
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which forward and backward passes of the model compute. It may differ from that of
-    some tensors of quantised weights, which are always float32."""
+    """Return the dtype in which forward and backward passes of the model compute. Some tensors of quantised
+    weights have another dtype, since they are always float32."""
     quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
     return next((module.matrix_dtype for module in quantised), None) or model.dtype

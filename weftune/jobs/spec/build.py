@@ -68,7 +68,8 @@ def path_exists(path: Path) -> bool:
 
 
 def missing_path_message(folder: Path, text: str, description: str = "file") -> str:
-    """Return the error message for a path that does not exist. It names the most similar existing file."""
+    """Return the error message for a path that does not exist. The message names the most similar existing
+    file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = resolve_path(folder, text)

@@ -31,7 +31,7 @@ it may be a typing error."""
 MIN_TOKENS = 2
 """Minimum number of tokens in a sample: the second token is predicted from the first."""
 NAMED = 4
-"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
+"""Maximum number of jobs that a message names. If there are more, the message gives their number instead."""
 
 
 def check_on_base(
@@ -374,7 +374,7 @@ def _max_rank(site: SiteShape) -> int:
 
 SOURCE: Loc = ("adapter", "init_from", "job")
 MAX_NAMED = 8
-"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
+"""Maximum number of jobs that a message names. If there are more, the message gives their number instead."""
 
 
 def name_faults(

@@ -23,8 +23,8 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
-"""Minimum similarity, from 0 to 1, of a suggested word to a misspelled one. It is above 0.75, since words of
-four letters that differ in one letter, such as dora and lora, may be unrelated."""
+"""Minimum similarity, from 0 to 1, of a suggested word to a misspelled one. The value is above 0.75, since
+words of four letters that differ in one letter, such as dora and lora, may be unrelated."""
 MIN_LETTERS = 3
 
 

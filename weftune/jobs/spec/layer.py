@@ -41,8 +41,8 @@ Places = dict[Loc, Place]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a value of a job whose file and line are not known yet. It has the value's location in the
-    job, and a message."""
+    """An error in a value of a job whose file and line are not known yet. The record has the value's location
+    in the job, and a message."""
 
     loc: Loc
     sentence: str

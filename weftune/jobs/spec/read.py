@@ -63,8 +63,8 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
 
 
 def read_added_run(text: str, path: Path, known_jobs: Sequence[str]) -> RunSpec:
-    """Read the content of a jobs file whose jobs are added to a run. They may start from the adapters of the
-    run's jobs, `known_jobs`."""
+    """Read the content of a jobs file whose jobs are added to a run. The added jobs may start from the
+    adapters of `known_jobs`, the jobs of the run."""
     document = parse_yaml(text, path.name)
     reader = _Reader(path.name, path.parent, document.lines, document.faults, known_jobs=known_jobs)
     return reader.run(document.values, path)

@@ -47,8 +47,8 @@ class FileRequest:
     file: str = ""
     """Absolute path of the jobs file to add. Paths in the file are relative to its folder."""
     text: str = ""
-    """Content of the jobs file. It is recorded because the file may change or disappear before the run is
-    resumed."""
+    """Content of the jobs file. The content is recorded because the file may change or disappear before the
+    run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,8 +169,8 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def status_checksum(values: Mapping[str, Any]) -> str:
-    """Return the checksum of a status, computed without the key `checksum`. It detects flipped bits that
-    leave valid JSON."""
+    """Return the checksum of a status, computed without the key `checksum`. The checksum detects flipped bits
+    that leave valid JSON."""
     return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))
 
 
@@ -209,7 +209,7 @@ FITTED_MODELS = "learned.json"
 global batches of every job)."""
 PREDICTION = "promise.json"
 """Name of the file with the predictions for a run's first window (its first few global batches of every job):
-layout, attached jobs, seconds, bytes. It is written before the window runs."""
+layout, attached jobs, seconds, bytes. The file is written before the window runs."""
 WORKER_LOGS = "ranks"
 """Name of the folder for the logs of all worker processes except the first one."""
 

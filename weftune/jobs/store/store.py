@@ -222,7 +222,8 @@ class Store:
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
-        """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
+        """Jobs that an earlier process has paused on request. These jobs are queued when the store is
+        opened."""
         self.rebuild_note = ""
         """Sentence that says that the status was damaged, and how it was replaced. Empty if the status was
         intact."""
@@ -233,7 +234,8 @@ class Store:
         """Lock that is held while lines of metrics.jsonl or windows.jsonl are appended in memory, and while
         the content of a write to disk is collected."""
         self._disk = threading.RLock()
-        """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
+        """Lock that is held while files are written or closed. A thread that needs both locks acquires this
+        one before `_one_writer`."""
         self._written = float("-inf")
         """Monotonic time, in seconds, of the last attempt to write the status."""
         self._late: threading.Timer | None = None
@@ -293,7 +295,7 @@ class Store:
         self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
-        """Queue a stopped job again at the user's request. It keeps its progress."""
+        """Queue a stopped job again at the user's request. The job keeps its progress."""
         self._replace_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.add_note(name, sentence)
 

@@ -220,8 +220,8 @@ class RungRow:
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
     """Return the trials in the order in which they are displayed: finished trials by score, then unfinished
-    and dropped ones, those with the most steps first, and finally failed ones. Equal trials keep their order
-    in the jobs file."""
+    and dropped trials by number of steps, and finally failed trials. Equal trials keep their order in the
+    jobs file."""
     return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 

@@ -38,8 +38,8 @@ MAX_REPEATS = 50
 """Maximum number of consecutive proposals by TPE, Optuna's sampler, that repeat known trials. After that, the
 remaining trials of a generation are drawn at random."""
 PATIENCE = 20
-"""Maximum number of consecutive random trials that repeat earlier ones. After that, values are drawn with one
-more digit."""
+"""Maximum number of consecutive random draws of a trial that repeat earlier trials. After that, values are
+drawn with one more digit."""
 
 
 def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
@@ -90,8 +90,8 @@ def draw_combinations(
 
 
 def combination_key(values: Mapping[str, Any]) -> str:
-    """Return a string by which combinations of values are compared. It is equal for equal combinations,
-    whatever the order of their keys."""
+    """Return a string by which combinations of values are compared. The string is equal for equal
+    combinations, whatever the order of their keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -177,8 +177,8 @@ def trial_names(
 
 def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
     """Return the locations of the values that trial names contain. These are the values that differ between
-    trials; of several that change together, only the first is used. If no values differ, one value of each
-    key is used."""
+    trials; if several values change together, only the first of them is contained. If no values differ, names
+    contain one value of each key."""
     locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -266,7 +266,7 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials. It has no state, so the same results lead to the same trials, even
+    """The source of a sweep's trials. The search has no state, so equal results lead to equal trials, even
     after a run was killed and resumed."""
 
     name: str

@@ -58,7 +58,8 @@ CURVE_POINTS = 1000
 PLANNED_JOBS = 64
 """Maximum number of running and waiting jobs that the plan of a new job considers."""
 MAX_PLANS = 4
-"""Maximum number of plan requests that may wait at the same time. Plans are computed one after another."""
+"""Maximum number of plan requests that may wait or be computed at the same time. One plan is computed after
+another."""
 MAX_STREAMS = 20
 """Maximum number of simultaneous streams of server-sent events per tenant."""
 STREAM_SECONDS = 1.0
@@ -619,8 +620,8 @@ class Streams:
         self.plans = 0
 
     def allows_stream(self, tenant: str, key: str) -> bool:
-        """Return whether a tenant may keep a stream open that was opened with this API key. It must be closed
-        once the key has been revoked or the service is stopping."""
+        """Return whether a tenant may keep a stream open that was opened with this API key. The stream must
+        be closed once the key has been revoked or the service is stopping."""
         return not self.is_closing and self._keys.find_tenant(key) == tenant
 
 

@@ -54,8 +54,8 @@ class Telemetry:
 
 
 class _Stores(Collector):
-    """A collector that reads numbers from the stores at every scrape. It yields nothing while the stores are
-    locked."""
+    """A collector that reads numbers from the stores at every scrape. The collector yields nothing while the
+    stores are locked."""
 
     def __init__(self, requests: RequestStore, training: TrainingStore) -> None:
         self._requests, self._training = requests, training

@@ -46,8 +46,8 @@ class StoreUnavailable(WeftuneError):
 
 
 class Database:
-    """Thread-safe connections of one process to one of the two sets of tables, that of clients' requests or
-    that of training."""
+    """Thread-safe connections of one process to one of the two sets of tables: either clients' requests or
+    the records of training."""
 
     def __init__(self, readers: Engine, writer: Engine | None, busy_seconds: float) -> None:
         self._readers, self._writer = readers, writer
@@ -307,7 +307,7 @@ def insert_rows(
     """Insert rows with equal columns, or update existing rows with the same values in the columns `keys`.
 
     `changes` names the columns of an existing row that get the new row's values; as a mapping, it gives an
-    expression for each column. If it is empty, existing rows stay as they are.
+    expression for each column. If `changes` is empty, existing rows stay as they are.
     """
     if not (values := [dict(row) for row in rows]):
         return
