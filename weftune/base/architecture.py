@@ -29,7 +29,8 @@ from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
 _Linears = Sequence[tuple[str, int, int, bool]]
-"""Linears in the model's order, each as (path inside a layer, inputs, outputs, whether it has a bias)."""
+"""Linears of a layer in the model's order, each as a tuple: path inside the layer, input width, output width,
+whether it has a bias."""
 
 
 _Layer = tuple[tuple[SiteShape, ...], int]
@@ -61,8 +62,8 @@ class _Parts:
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     embedding_projections: tuple[SiteShape, ...] = ()
-    """Sites (adaptable linears) next to the embedding, outside the layers. They come first in the order of
-    sites."""
+    """Sites (adaptable linears) next to the embedding, outside the layers. These sites come first in the
+    order of all sites."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -246,8 +247,8 @@ def _configured_values(config: Config) -> dict[str, Any]:
 
 
 def _decoder_parts(structure: DecoderFacts, config: Config) -> _Parts:
-    """Return the layers and other parameters of a Llama-like model. Each layer has q, k, v and o, then gate,
-    up and down."""
+    """Return the sizes of the layers of a Llama-like model, and of its other parameters. Each layer has q, k,
+    v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     bias = structure.uses_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(structure.gate_up) == 2 else (2 * inner,)
@@ -279,8 +280,8 @@ def _norm_parameters(structure: DecoderFacts, config: Config) -> int:
 
 
 def _mixture_parts(structure: MixtureFacts, config: Config) -> _Parts:
-    """Return the layers and other parameters of a mixture of experts. Each layer has Llama-like attention,
-    then a router and experts or, in some models, an MLP that cannot be adapted."""
+    """Return the sizes of the layers of a mixture of experts, and of its other parameters. Each layer has
+    Llama-like attention, then a router and experts or, in some models, an MLP that cannot be adapted."""
     hidden, inner, layers = (
         int(config[key]) for key in ("hidden_size", structure.inner_width_key, "num_hidden_layers")
     )
@@ -355,8 +356,8 @@ def _gpt2_parts(config: Config) -> _Parts:
 
 
 def _qwen3_5_parts(config: Config) -> _Parts:
-    """Return the layers and other parameters of a model with Gated DeltaNet in most layers and attention with
-    a gated q in all other layers."""
+    """Return the sizes of the layers, and of the other parameters, of a model with Gated DeltaNet in most
+    layers and attention with a gated q in all other layers."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _head_counts(config)
     bias = bool(config["attention_bias"])

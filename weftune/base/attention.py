@@ -50,8 +50,8 @@ class Pack:
     prefixes: Prefixes | GatheredPrefixes | None = None
     """Prefix keys and values that adapters put before the samples. None if no adapter of the pack has any."""
     cache: KeyValueCache | None = None
-    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None if the
-    pack contains all rows of every sample."""
+    """Keys and values of earlier rows of the samples, kept by earlier passes, to which the rows of the pack
+    also attend. None if the pack contains all rows of every sample."""
 
 
 class KeyValueCache(Protocol):
@@ -112,9 +112,9 @@ class SampleRun:
     """Consecutive samples of a pack: all samples of one job with prefix keys, or samples without any."""
 
     rows: int
-    """Number of rows of the samples, not counting prefix keys."""
+    """Number of rows (tokens) of these samples together, not counting prefix keys."""
     pack: Pack
-    """Boundaries of the samples, each together with its prefix keys."""
+    """Boundaries of these samples in a tensor that has each sample's prefix keys before its rows."""
     rows_T: Tensor | None = None
     """Indices, in the rows of `pack`, of the samples' own rows. None if the samples have no prefix keys."""
     keys_T: Tensor | None = None
@@ -235,7 +235,7 @@ def attend_with_prefixes(
 
 
 def _scatter_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
-    """Return a tensor with all rows of `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
+    """Return a tensor with as many rows as `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
     rows are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
@@ -337,8 +337,8 @@ def refuse_other_options(module: str, options: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Return the attention, [1, T, H, D], computed sample by sample. `torch.split` separates the samples,
-    since its backward writes each gradient only once."""
+    """Return the attention of packed samples, [1, T, H, D], computed by one kernel launch per sample.
+    `torch.split` separates the samples, since its backward writes each gradient only once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
@@ -432,8 +432,8 @@ def visible_key_mask(rows: int, length: int, window: int | None, device: torch.d
 
 
 def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
-    """Return whether torch's variable-length attention kernel supports these tensors: half precision on a
-    recent GPU, and no soft-cap."""
+    """Return whether torch's variable-length attention kernel supports these tensors and parameters. It
+    requires half precision, a recent GPU, and no soft-cap."""
     width = q_THD.shape[-1]
     same = width == v_TGD.shape[-1]
     return rule.softcap is None and same and is_kernel_supported(q_THD.device, q_THD.dtype, width)

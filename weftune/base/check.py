@@ -150,7 +150,8 @@ def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
 
 
 def sample_tokens(length: int, base: Base) -> Tensor:
-    """Return tokens that are spread over the vocabulary and are the same in every call."""
+    """Return `length` token ids for the check of packing, which are spread over the vocabulary and equal in
+    every call."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 
@@ -186,7 +187,8 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 Decision = tuple[Tensor, ...]
-"""Output of a router for every token: its logits, and the weights and indices of the chosen experts."""
+"""Output of a router in a mixture of experts for every token: its logits, and the weights and indices of the
+chosen experts."""
 
 
 class Routing:

@@ -29,7 +29,7 @@ class LayerKeys:
     keys_LGD: Tensor
     values_LGD: Tensor
     requires_gradient: bool = False
-    """Whether the keys and values of any chunk written so far depend on a trained parameter."""
+    """Whether the keys and values of any chunk computed so far depend on a trained parameter."""
     gradients: tuple[Tensor, Tensor] | None = None
     """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 
@@ -46,7 +46,8 @@ class LayerKeys:
         return keys_LGD, values_LGD
 
     def read_heads_first(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the rows `rows` of the sample, [1, G, L, D]."""
+        """Return the keys and values of the rows `rows` of the sample with heads before rows, each [1, G, L,
+        D]."""
         return _heads_first(self.keys_LGD[rows]), _heads_first(self.values_LGD[rows])
 
     def add_gradients(self, rows: slice, gradients: Sequence[Tensor]) -> None:

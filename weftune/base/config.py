@@ -40,7 +40,7 @@ CONVERT = (
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """Return the values of the base's config.json. This does not check whether the model can be a base."""
+    """Return the values of the base's config.json. Whether the model can be a base is not checked."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetch_from_hub(spec)
     try:

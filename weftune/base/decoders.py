@@ -33,10 +33,12 @@ class DecoderFacts:
     qkv_bias: bool | None = None
     """Whether q, k and v have biases. None means that `attention_bias` in the config decides."""
     uses_biases: bool = True
-    """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
+    """Whether the keys `attention_bias` and `mlp_bias` of the model's config decide which linears have
+    biases."""
     norm_before_attention: str = "input_layernorm"
     norm_after_attention: str | None = None
-    """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
+    """Path of the norm that is applied to the attention branch's output, before the residual is added. None
+    if there is no such norm."""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
@@ -144,8 +146,8 @@ DECODERS: Mapping[str, DecoderFacts] = {
 
 
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
-    """Return how many more values per token a fused layer of this family keeps for its backward than a Llama
-    layer with the same linears. 0 if the family's layers are not fused."""
+    """Return how many more values per token a fused layer (Weftune's own layer code) of this family keeps for
+    its backward pass than a Llama layer with the same linears. 0 if the family's layers are not fused."""
     if (structure := DECODERS.get(family)) is None:
         return 0
 
@@ -162,7 +164,7 @@ def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
 
 def query_width(family: str, sites: Sequence[SiteShape]) -> int:
     """Return the number of values per token of all query heads, which is the width of attention's output. 0
-    if the family's layers are not fused."""
+    if the family's layers run as in transformers."""
     mixture = MIXTURES.get(family)
     structure = DECODERS.get(family) if mixture is None else mixture.attention
     if structure is None:
@@ -177,7 +179,8 @@ def query_width(family: str, sites: Sequence[SiteShape]) -> int:
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"
 """Module paths of the experts and of the router inside a layer."""
 GATE_UP, DOWN = EXPERT_PARAMETERS
-"""Parameters of the experts' module: [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
+"""Names of two parameters of the module with a layer's experts: gate and up together, [experts, 2 · inner,
+hidden], and down, [experts, hidden, inner]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

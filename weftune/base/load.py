@@ -260,7 +260,8 @@ def _refuse_missing_weights(spec: BaseSpec, config: BaseConfig, names: Collectio
 
 
 def load_config(spec: BaseSpec, location: str) -> BaseConfig:
-    """Return the config of the model that is trained. For a multimodal model, this is its text tower."""
+    """Return the config of the model that is trained. For a multimodal model, this is the config of its text
+    tower."""
     with wrap_load_errors(spec):
         config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, location)
@@ -279,7 +280,7 @@ def load_config(spec: BaseSpec, location: str) -> BaseConfig:
 
 
 def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
-    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these,
+    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these keys,
     transformers computes the frequencies and the factor of cosines and sines."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
         raise no_rope_error(config.model_type, spec)

@@ -28,7 +28,8 @@ from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
 DEFAULT_DEVIATION = 0.02
-"""Standard deviation with which transformers initialises linears of families whose config has none."""
+"""Standard deviation with which transformers initialises linears of model families whose config has no such
+value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +106,8 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Return a dict from the path of each site to its module: first adaptable linears, in the model's
-        order, then experts, by the paths of their parameters."""
+        """Return a dict from the path of each site (where adapters can attach) to its module: first adaptable
+        linears, in the model's order, then experts, by the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:

@@ -34,8 +34,8 @@ def context_length(config: Config) -> int:
 
 
 def unscaled_context(config: Config) -> int | None:
-    """Return the context in tokens before any rope scaling. The `factor` of a rope scaling multiplies this
-    number. None if the context cannot be extended."""
+    """Return the context (maximum tokens per sample) of a model before any RoPE scaling. The `factor` of a
+    RoPE scaling multiplies this number. None if the context cannot be extended."""
     if config.get("model_type") in (*LEARNED_POSITION_FAMILIES, *LONG_ROPE_FAMILIES):
         return None
     return round(_original_context(config))
@@ -98,7 +98,7 @@ def _rope_values(config: Config) -> Mapping[str, Any]:
 
 
 def _full_attention_rope(config: Config) -> Mapping[str, Any]:
-    """Return the RoPE parameters of the full-attention layers."""
+    """Return the RoPE parameters that a config gives for full-attention layers."""
     return _rope_values(config).get(FULL_ATTENTION_KEY) or _rope_values(config)
 
 

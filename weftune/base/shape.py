@@ -30,7 +30,8 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from path to the module with all experts of a layer; empty without experts."""
+    """Return a dict from module path to the module with all experts of a layer. The dict is empty for a model
+    without experts."""
     if model.config.model_type not in MIXTURES:
         return {}
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}

@@ -256,7 +256,8 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
 
 
 def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tuple[str, ParameterSlice]]:
-    """Yield the name of each parameter of which this shard holds only a part, together with that part."""
+    """Yield the name of each parameter of which this shard (tensor-parallel slice) has only a part, together
+    with that part."""
     vocabulary = shard.vocabulary
     for site in shard.whole.sites:
         if (part := shard.slices.get(site.name)) is None:
@@ -274,7 +275,7 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
 
 
 def _local_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of `model` that are on this worker."""
+    """Return the decoder layers of `model` that are on this worker, without placeholders of other layers."""
     layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
@@ -345,7 +346,7 @@ def _shift_range(part: tuple[int, int], offset: int) -> tuple[int, int]:
 
 
 def _cut_weight(linear: nn.Linear, part: SiteSlice) -> None:
-    """Keep only a part of a linear's weight."""
+    """Replace a linear's weight by the part that this shard keeps."""
     kept = indices_in_whole(part, linear.weight.device)
     weight_NK = linear.weight.index_select(1 if part.cuts_inputs else 0, kept)
     linear.weight = nn.Parameter(weight_NK, requires_grad=False)

@@ -39,7 +39,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float | None, Bound(above=0)] = None
 
     def values(self) -> dict[str, Any]:
-        """Return the keys that are not None, with their values."""
+        """Return the keys of the RoPE scaling that are not None, with their values."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -76,7 +76,7 @@ class BaseSpec:
 
     @property
     def published_name(self) -> str:
-        """Name of the base in the config of an exported adapter."""
+        """Name of the base model that is written into the config of an exported adapter."""
         return DEMO_HUB_ID if self.model == DEMO else self.written or self.model
 
     @classmethod

@@ -158,7 +158,7 @@ def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the module of a model whose children are the layers, embedding and final norm. In OPT and in
-    text towers it is nested one level deeper."""
+    text towers, this module is nested one level deeper than in other models."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

@@ -277,8 +277,9 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """Return the name under which the files store a parameter, or None if they lack it. A tied head is stored
-    as the embedding; some files omit the prefix of the inner model, or use older names."""
+    """Return the name under which the weight files store a parameter, or None if they lack the parameter. A
+    tied head is stored as the embedding; some files omit the prefix of the inner model, or use older
+    names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:

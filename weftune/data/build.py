@@ -64,7 +64,8 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
 def build_store(
     table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None
 ) -> SampleStore:
-    """Return the store of a table's tokenised samples, from the cache if the cache holds it completely."""
+    """Return the store of a table's tokenised samples. It is read from the cache if it is complete there;
+    otherwise the rows are tokenised."""
     format = find_format(table, rules.spec, rules.row_kind)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
@@ -223,8 +224,8 @@ def _write_store(
 def _tokenise_chunks(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Yield each chunk of rows with its samples, in order. This process tokenises chunks until worker
-    processes have started."""
+    """Tokenise chunks of rows, and yield each chunk with its samples, in order. This process tokenises chunks
+    until worker processes have started."""
     # Workers get the rows of each chunk, so all rows from Python need not be sent.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
@@ -238,7 +239,8 @@ def _tokenise_chunks(
 
 
 def _split_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield chunks with a limited number of rows and, approximately, of characters, to bound memory use."""
+    """Yield the rows in chunks, each with a limited number of rows and, approximately, of characters, to
+    bound memory use."""
     chunk: list[Row] = []
     size = 0
     for row in rows:

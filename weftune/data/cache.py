@@ -57,7 +57,7 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows whose reasons are listed in `reasons`."""
+    """Number of the skipped rows that the sentences in `reasons` explain."""
 
     def add(self, other_tally: Tally) -> None:
         """Add the counts of `other_tally` to the counts of this object. The reasons are not added; the caller
@@ -188,7 +188,8 @@ class StoreWriter:
         shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Append samples to the store. `arrays` maps each file name to the values to append."""
+        """Append samples to the store. `arrays` maps the name of each of the store's arrays to the values to
+        append."""
         for name, dtype in ARRAYS.items():
             data = np.asarray(arrays[name], dtype=dtype).tobytes()
             self._checksums[name] = zlib.crc32(data, self._checksums[name])

@@ -41,7 +41,7 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Supervised characters as [start, stop) spans. None means all characters."""
+    """Supervised characters of the text as [start, stop) spans. None means all characters."""
     prompt_differs: bool = False
     """Whether the generation prompt differs from the text that the template prints before an assistant's
     turn."""
@@ -215,7 +215,7 @@ class PrintCheck:
                     raise CommonBadRow(f"{sentence} ({message['role']})", kind=part, remedy=REMEDY)
 
     def _render(self, messages: Sequence[Message], chat: Chat) -> str | None:
-        """Return the rendered text, or None if the template refuses these messages."""
+        """Return the text that the template prints for `messages`, or None if it refuses them."""
         try:
             return self._template.render(messages, chat.tools, prompt=False)
         except BadRow:

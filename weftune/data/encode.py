@@ -19,7 +19,7 @@ from weftune.data.row import BadRow
 from weftune.errors import DataError
 
 SPACE_MARKS = ("Ġ", "▁", " ")
-"""Characters with which vocabularies mark a token that begins with a space."""
+"""Characters that stand for a leading space in the tokens of a tokenizer's vocabulary."""
 PRIVATE = range(0xE000, 0xF900)
 
 

@@ -46,8 +46,8 @@ REQUIRED_COLUMNS: dict[Format, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction", "output"),),
     "text": (("text",),),
 }
-"""Maps each format to its alternative sets of required columns, in the order of detection. `text` is last,
-since the original Alpaca file also has a `text` column."""
+"""Maps each format of rows to its alternative sets of required columns. Formats are detected in this order.
+`text` is last, since the original Alpaca file also has a `text` column."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -84,7 +84,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, or a prompt and its completion."""
+    """The content of a row of text: either a text alone, or a prompt and its completion."""
 
     text: str
     completion: str | None = None
@@ -126,7 +126,8 @@ class Labelled:
 
 Content = Chat | Text | Sample | Pair | Labelled
 ROW_FORMATS: dict[RowKind, Format] = {"pairs": "preference", "labelled": "kto"}
-"""Maps each kind of rows that has only one format to that format."""
+"""Maps a kind of rows, such as preference pairs, to its format. Kinds that have several formats are left
+out."""
 
 
 def row_kind_name(format: Format | None) -> RowKind:
@@ -333,7 +334,7 @@ def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> 
 
 
 def _common_prefix_length(first_items: Sequence[Any], second_items: Sequence[Any]) -> int:
-    """Return the number of equal items with which both sequences begin."""
+    """Return the length of the common prefix of two sequences, in items."""
     items = enumerate(zip(first_items, second_items, strict=False))
     return next(
         (index for index, (one, other) in items if one != other), min(len(first_items), len(second_items))

@@ -21,7 +21,7 @@ MAX_ROW_SIZE = 16 * 2**20
 CHUNK_SIZE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
-"""Pattern of a JSON string, or of a number or name between punctuation."""
+"""Pattern that matches a literal in JSON text: a string, or a number or name between punctuation."""
 
 
 class _RefusedLiteral(ValueError):
@@ -105,7 +105,7 @@ def json_error_text(problem: Exception, line: str = "") -> str:
 
 
 def _error_reason(problem: json.JSONDecodeError) -> str:
-    """Return the message of a JSON error, without the word `at` with which some messages end."""
+    """Return the message of a JSON error. A trailing word `at`, with which some messages end, is removed."""
     return problem.msg.lower().removesuffix(" at")
 
 

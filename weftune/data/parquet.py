@@ -65,7 +65,8 @@ def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
 
 
 def count_bytes(path: str, max_bytes: int) -> int:
-    """Return the uncompressed size in bytes of the whole file. Raise DataError if it exceeds `max_bytes`."""
+    """Return the size in bytes of a Parquet file's whole content when it is decompressed. Raise DataError if
+    it exceeds `max_bytes`."""
     import pyarrow
 
     total = 0

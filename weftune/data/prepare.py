@@ -117,8 +117,8 @@ class SharedData:
         progress: Progress | None = None,
         row_kind: RowKind = "answers",
     ) -> Prepared:
-        """Return a job's samples, and cache them on disk for later runs. A preference pair becomes two
-        consecutive samples, the chosen one first."""
+        """Return a job's tokenised samples, and cache them on disk for later runs. A preference pair becomes
+        two consecutive samples, the chosen one first."""
         key = data_identity(data, evaluation, row_kind)
         if key not in self._results:
             try:
@@ -166,7 +166,7 @@ class SharedData:
         return Prepared(train, evaluated, notes, evaluates_training_rows)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
-        """Return the settings by which a job's rows are converted to samples."""
+        """Return the settings by which a job's rows are converted to samples, such as the maximum length."""
         encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (

@@ -64,7 +64,7 @@ class Table:
 
 
 MAX_DEPTH = 64
-"""Maximum nesting depth of lists and objects, since the code that walks through rows recurses."""
+"""Maximum nesting depth of lists and objects in a row, since the code that processes rows is recursive."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
@@ -82,8 +82,8 @@ def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether `value`, which was parsed from `text`, is nested too deeply. To save time, the value is
-    not searched if the text has few brackets."""
+    """Return whether `value`, which was parsed from `text`, is nested deeper than `MAX_DEPTH`. To save time,
+    the value is not searched if the text has few brackets."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeply(value)
 
 

@@ -89,7 +89,7 @@ class Samples:
         return len(self) // self.group_size
 
     def row_hashes(self) -> NDArray[np.uint64]:
-        """Return, for every sample, the `row_hash` of the row from which it was made."""
+        """Return, for every sample, the 64-bit hash of the row from which it was made."""
         return np.concatenate([rows[chosen] for rows, chosen in self._rows])
 
     def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
@@ -135,7 +135,8 @@ class Samples:
         return paired
 
     def answer_tokens(self, index: int) -> int:
-        """Return the number of answer tokens of sample `index`, whether or not a row predicts them."""
+        """Return the number of answer tokens of sample `index`, including a first token that no earlier token
+        predicts."""
         return int(self._stored_row(index)[1].sum())
 
     def add_prefix(self, rows: int, keys: int = 0) -> Samples:
@@ -195,11 +196,11 @@ class Samples:
         return self.tokens_and_mask(index)[0]
 
     def mask(self, index: int) -> NDArray[np.bool_]:
-        """Return the mask of supervised tokens of sample `index`."""
+        """Return the mask that says which tokens of sample `index` are supervised."""
         return self.tokens_and_mask(index)[1]
 
     def tokens_and_mask(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens and the mask of sample `index` with a single lookup."""
+        """Return the tokens of sample `index`, and the mask that says which of them are supervised."""
         tokens, mask = self._stored_row(index)
         if self._partners is not None:
             other, other_mask = self._stored_row(int(self._partners[index]))
@@ -259,7 +260,7 @@ class SampleOrder:
         self._latest_epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the samples of global batch `step`, counted from 1."""
+        """Return the indices of the samples in the global batch of optimizer step `step`, counted from 1."""
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size

@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """The source of a job's rows and the options for turning them into samples."""
+    """The source of a job's rows, and the options by which rows become samples (key `data` of a job)."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
@@ -93,8 +93,8 @@ class EvalSpec:
     path: str | None = None
     fraction: Annotated[float | None, Bound(above=0, below=1)] = None
     every: Annotated[float | None, RUN_SHARE] = None
-    """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None
-    evaluates only at step 0 and at the end."""
+    """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None means
+    that the job is evaluated at step 0 and at the end only."""
     generate: GenerateSpec | None = None
     """Settings of the answers to held-out prompts at each evaluation. None generates no answers."""
     metric: str | None = None

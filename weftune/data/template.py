@@ -100,8 +100,8 @@ class Template:
     def render_chats(
         self, chats: Sequence[Chat], end_strings: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Render each chat. Return its samples, or a BadRow with the reason why it is unusable. Without
-        `end_strings`, all text is supervised."""
+        """Render each chat. Return for each one the texts of its samples, or a BadRow with the reason why the
+        chat is unusable. Without `end_strings`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), end_strings) if chats else []
         return [
             bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))
@@ -120,7 +120,8 @@ def _fetch_template_properties(source: str, special_tokens: str) -> Any:
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
-    """Call a function of this module in the limited process and return its result."""
+    """Call a function of this module in the process with limited time and memory, and return the function's
+    result."""
     try:
         if source not in _REFUSED_TEMPLATES:
             return run_limited(function, source, *arguments)

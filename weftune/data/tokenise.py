@@ -143,8 +143,8 @@ class Tokeniser:
         return self._encode_text_sides(texts) if texts else [next(chats) for _ in content.sides]
 
     def _encode_text_sides(self, sides: Sequence[Text]) -> Sequence[Outcome]:
-        """Return answers to one prompt, each as the prompt's tokens and all of its tokens. Prompt and answer
-        are tokenised together, as in TRL."""
+        """Return for each text (a prompt with one answer) a pair: the tokens of the prompt, and the tokens of
+        prompt and answer together. Prompt and answer are tokenised together, as in TRL."""
         encoder = self._encoder
         if encoder.eos is None:
             raise DataError("the base's tokenizer has no end-of-text token, which answers end with")

@@ -31,8 +31,8 @@ SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS":
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""Module-level function that workers call for each item. Its arguments are the values shared by all items,
-and the item."""
+"""Module-level function that workers call for each item. The function's arguments are the values shared by
+all items, and the item."""
 
 
 def worker_count() -> int:
@@ -47,7 +47,8 @@ class Workers:
         them."""
         self._count = count
         self.has_answered = False
-        """Whether any worker has answered yet. Starting a worker takes a moment."""
+        """Whether any worker has answered yet. Until then, the caller should do the work itself, since
+        starting a worker takes a moment."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()

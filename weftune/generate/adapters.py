@@ -39,7 +39,7 @@ def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) ->
 def attach_frozen_adapter(
     adapted_base: AdaptedBase, adapter: JobAdapter, layout: VectorLayout, weights: Tensor
 ) -> None:
-    """Attach an adapter that is not trained, so that its gradient takes no memory."""
+    """Attach an adapter without gradients, for inference only, so that gradients take no memory."""
     gradient = torch.empty(layout.size, dtype=master_dtype(weights.dtype), device="meta")
     with adapted_base.on_stream():
         adapted_base.banks.attach(adapter, layout, weights, gradient)

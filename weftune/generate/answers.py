@@ -97,7 +97,7 @@ class Answers:
         self.stop_ids = stop_ids(self.adapted.base.model, own)
 
     def adapter_title(self, adapter: str) -> str:
-        """Return the name under which the answers of an adapter are shown."""
+        """Return the title under which the answers of an adapter, or of the base model, are shown."""
         return f"{BASE} ({self.spec.model})" if adapter == BASE else adapter
 
     def is_reward_model(self, adapter: str) -> bool:

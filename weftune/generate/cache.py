@@ -262,9 +262,9 @@ class DecodedRows:
         self._layers = cache.layers
         self._spare_page = cache.spare_page
         self.new_rows_B = torch.zeros(sequences, dtype=torch.int64, device=device)
-        """Index of the cache row to which each sequence's new row is written."""
+        """For each sequence, the index of the cache row to which its new row (token) is written."""
         self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
-        """Number of rows of each sequence, including the new one."""
+        """For each sequence, its number of rows (tokens) in the cache, including the new one."""
         self.tables_BP = torch.full(
             (sequences, max_pages), self._spare_page, dtype=torch.int32, device=device
         )

@@ -136,14 +136,15 @@ def truncate_data(spec: JobSpec, context: int) -> DataSpec:
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
-"""Cache of the sizes of recent adapters, since thousands of jobs may have equal adapter specs."""
+"""Cache of the sizes that were computed for recent adapter specs, since thousands of jobs may have equal
+adapter specs."""
 
 
 def job_shape(
     spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
 ) -> JobShape:
-    """Return the sizes of a job, from which its memory and time are predicted. The job keeps
-    `mean_weight_count` running means of its weights."""
+    """Return the sizes of a job, from which its memory and time are predicted. `mean_weight_count` is the
+    number of running means of its weights that the job keeps."""
     return replace(
         adapter_sizes(spec.adapter, base),
         name=spec.name,
@@ -173,7 +174,8 @@ def longest_prompt(data: Prepared) -> int:
 
 
 def _answer_positions(spec: JobSpec, data: Prepared, context: int) -> int:
-    """Return the number of tokens whose keys and values must be cached for all answers of a job at once."""
+    """Return the number of token positions that the KV cache must hold for all answers of a job at an
+    evaluation."""
     request = spec.eval.generate if spec.eval else None
     if request is None or data.evaluation is None:
         return 0
@@ -203,8 +205,8 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 
 
 def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples at these indices, in order. The two samples of a pair get one group number, so that
-    they run in the same microbatch."""
+    """Return the samples at these indices as records of the planner, in order. The two samples of a pair get
+    one group number, so that they run in the same microbatch."""
     return group_samples(_place_samples([samples], indices), samples.group_size)
 
 

@@ -46,9 +46,9 @@ def base_accuracy(job: JobRecord) -> float | None:
 
 
 def kept_evaluation(job: JobRecord) -> MetricLine | None:
-    """Return the evaluation of the adapter in the job's folder: the best one with `keep: best`, otherwise the
-    last. Return None if the job was not evaluated after step 0, since an evaluation at step 0 says nothing
-    about training."""
+    """Return the evaluation of the adapter in the job's folder: the best evaluation if the job has `keep:
+    best`, otherwise the last one. Return None if the job was not evaluated after step 0, since an evaluation
+    at step 0 says nothing about training."""
     known = [line for line in job.evaluations if line.loss is not None]
     if all(line.step == 0 for line in known):
         return None
@@ -90,7 +90,8 @@ def has_enough_rows(job: JobRecord) -> bool:
 
 
 def sort_by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-    """Sort jobs by validation loss, then those without validation by training loss, then failed jobs."""
+    """Return the jobs sorted from best to worst: first those with a validation loss, by that loss; then those
+    without, by training loss; failed jobs last."""
 
     def rank(job: JobRecord) -> tuple[int, float]:
         validation, training = kept_validation(job), job.loss
@@ -160,7 +161,8 @@ def validation_rows(job: JobRecord) -> str:
 
 
 def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-    """Return the dotted keys whose values differ between the jobs that have a spec."""
+    """Return the dotted keys, such as `adapter.rank`, whose values differ between the jobs. Jobs without a
+    recorded spec are left out."""
     flats = [flat_spec(job) for job in jobs if job.spec]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     # An absent key means the same as None: a job without `eval` has no `eval.path` either.
@@ -172,7 +174,7 @@ def flat_spec(job: JobRecord) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """Format a value as in the jobs file."""
+    """Format the value of a job's key as the user would write it in the jobs file."""
     if value is None:
         return "none"
     if isinstance(value, bool):

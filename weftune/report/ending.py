@@ -41,7 +41,7 @@ from weftune.report.words import (
 )
 
 Losses = tuple[float | None, float | None]
-"""First and last value of a job's loss, each None if unknown."""
+"""Pair of the first and the last value of a job's loss. A value is None if it is unknown."""
 
 
 def final_table(run: Run, width: int = 80) -> Group:

@@ -43,8 +43,8 @@ TICKS_PER_WINDOW = 1_000_000
 """Resolution of a drawn timeline: the number of ticks into which its duration is divided. Starts and lengths
 of bars are whole numbers of ticks."""
 MAX_BYTES = 400_000
-"""Maximum size in bytes of a timeline's data in a page. If there is more data, only the first actions are
-drawn."""
+"""Maximum size in bytes of a timeline's data in a page. If the data of all actions are larger, only the first
+actions are drawn."""
 _MAX_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
@@ -333,7 +333,7 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 def read_timelines(output: Path) -> Timelines | None:
     """Return the predicted and the measured timeline of a pipeline's last window from an output folder.
-    Return None if the file is missing or cannot be read."""
+    Return None if the folder's file with these timelines is missing or cannot be read."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(

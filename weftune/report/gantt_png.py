@@ -92,8 +92,8 @@ def _draw_title(canvas: ImageDraw, timeline: Timeline, title: str) -> None:
 
 
 def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the positions of the jobs in the legend below the picture, as (job, line, distance from the left
-    in pixels)."""
+    """Return the positions of the jobs in the legend below the picture, each as a tuple: job, line number,
+    distance from the left in pixels."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))

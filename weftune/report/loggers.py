@@ -22,7 +22,7 @@ Spec = Mapping[str, Any]
 
 _NOT_METRICS = ("job", "step", "time")
 _LONGEST_PARAMETER = 500
-"""Maximum length of a parameter's value in MLflow, in characters."""
+"""Maximum length, in characters, of a parameter's value that MLflow accepts."""
 
 
 class JobLogger(Protocol):

@@ -60,8 +60,8 @@ user's action."""
 _MAX_ANSWERS = 8
 """Maximum number of jobs whose answers to a prompt are shown side by side. The best jobs are chosen."""
 _MAX_RUNS = 5
-"""Maximum number of runs into a folder whose wall times are shown. If the folder was resumed more often, only
-the last runs are shown."""
+"""Maximum number of runs whose wall times are shown in the report of an output folder. If the folder was
+resumed more often, only the last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
 """Names of the report's charts that show losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (

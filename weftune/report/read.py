@@ -42,7 +42,7 @@ class MetricLine:
 
     step: int
     loss: float | None
-    """Loss of the step or evaluation. None if it was not finite."""
+    """Loss of the optimizer step or of the evaluation. None if the loss was not finite."""
     tokens: int = 0
     """Number of tokens over which the loss is averaged. 0 if it is not recorded."""
     accuracy: float | None = None
@@ -60,7 +60,7 @@ class WindowLine:
     tokens: int
     microbatches: int
     shared: int
-    """Number of microbatches that hold two or more jobs."""
+    """Number of microbatches with samples of two or more jobs."""
     seconds: float
     predicted_seconds: float | None
     peak_bytes: float | None
@@ -87,7 +87,7 @@ class JobRecord(JobStatus):
 
     name: str
     loss: float | None = None
-    """Last finite training loss."""
+    """Last training loss that was finite. None if there is none."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values of the job with all defaults filled in. Empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)

@@ -25,7 +25,8 @@ class Remedy:
 
 
 def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
-    """Return the base that the job was trained on, or None if it is not recorded."""
+    """Return the specification of the base model that the job was trained on, or None if it is not
+    recorded."""
     model = job.base.get("model") or run.base
     if not model:
         return None

@@ -26,8 +26,8 @@ class Point:
 
 
 def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Smooth a curve by exponential means over about a twentieth of its length, in both directions to avoid a
-    lag. Gaps are kept."""
+    """Return a curve that is smoothed by exponential means over about a twentieth of its length, in both
+    directions to avoid a lag. Gaps are kept."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
     forward = _running_mean([point.y for point in points], keep)
     backward = _running_mean([point.y for point in reversed(points)], keep)
@@ -152,8 +152,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A chart with parallel coordinates. The x of a point is the index of an axis, and y the position on that
-    axis, from 0 to 1."""
+    """A chart with parallel coordinates. The coordinate x of a point is the index of an axis, and y is the
+    position on that axis, from 0 to 1."""
 
     axes: Sequence[Axis]
     series: Sequence[Series]

@@ -42,14 +42,16 @@ _MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Ratio of the largest to the smallest value below which axes are linear."""
+"""Ratio of the largest to the smallest value on an axis below which the axis is linear instead of
+logarithmic."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
-"""Maximum distance of a metric from the best value, as a multiple of the median's distance from it. Values
-with a larger distance are outliers, which are drawn at the end of the axis."""
+"""Maximum distance of a metric's value from the best value, as a multiple of the distance between median and
+best value. Values with a larger distance are outliers, which are drawn at the end of the axis."""
 _FEWEST = 6
-"""Minimum number of values of a metric for which outliers are determined."""
+"""Minimum number of values of a metric that are needed to determine outliers. With fewer values, none is an
+outlier."""
 
 LineStyles = Mapping[str, LineStyle]
 

@@ -70,11 +70,11 @@ _FRAME_LINES = _REASONS + 4
 """Number of lines that the live view has in addition to the rows of jobs."""
 _LEADERS = 3
 _SWEEP_LINES = 3
-"""Maximum number of lines that the live view shows for each sweep."""
+"""Number of terminal lines that the live view reserves for each sweep."""
 
 
 class Pace:
-    """The speed of a job or of the run, measured over the last minute."""
+    """The training speed of a job or of the whole run, measured over the last minute."""
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int, int]] = deque()

@@ -26,8 +26,8 @@ API_KEY = "VLLM_API_KEY"
 key."""
 ATTEMPTS = 10
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0
-"""Seconds between the first two attempts at a request, and the maximum between any two. Each pause is twice
-as long as the one before, so that all attempts together take four minutes."""
+"""Seconds between the first two attempts at a request, and the maximum seconds between any two. Each pause is
+twice as long as the one before, so that all attempts together take four minutes."""
 TIMEOUT_SECONDS = 60.0
 """Maximum seconds that vLLM may take to answer a request, such as to load an adapter."""
 RETRIED = (408, 429)
@@ -47,7 +47,7 @@ class Notice:
     verb: Literal["load", "unload"]
     job: str
     model: str
-    """Model name under which vLLM serves the adapter."""
+    """Name of the model under which vLLM serves the job's adapter."""
 
 
 class Announcer:
@@ -64,7 +64,7 @@ class Announcer:
         """Queue of the requests to vLLM, in the order in which they are sent. The item None ends the
         thread."""
         self._deleted_jobs: set[str] = set()
-        """Jobs whose adapters are not announced any more, since they were deleted."""
+        """Jobs that have been deleted, so that their adapters are not announced to vLLM any more."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
         self._thread.start()
@@ -142,8 +142,8 @@ class Announcer:
         return 0
 
     def _post_request(self, notice: Notice, values: Mapping[str, str]) -> tuple[int, str]:
-        """Send a request to vLLM once. Return the HTTP status and the body of its response. The status is 0
-        if vLLM does not answer."""
+        """Send a request to vLLM once. Return the HTTP status and the body of its response. If vLLM does not
+        answer, the status is 0 and the body is the error."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"

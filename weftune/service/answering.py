@@ -29,7 +29,7 @@ from weftune.service.settings import adapter_folder
 TOKENIZERS = 16
 """Maximum number of tokenizers of finished adapters that are kept in memory."""
 MAX_ATTACHED = 32
-"""Maximum number of adapters that stay attached for answers."""
+"""Maximum number of adapters that stay attached to the base model only to answer prompts."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -54,7 +54,7 @@ class ChatAnswer:
 
 
 class AnsweringBase:
-    """A generator of answers with the base that is used for training. All methods must be called by the
+    """A generator of answers with the base model on which jobs train. All methods must be called by the
     training thread, except `tokenise`, which one other thread calls."""
 
     def __init__(
@@ -74,11 +74,11 @@ class AnsweringBase:
         """Maps the hash of a tokenizer's files to two copies of the tokenizer, one for encoding and one for
         decoding, which run in different threads."""
         self._attached_bytes: OrderedDict[str, int] = OrderedDict()
-        """Maps each adapter that is attached only to answer prompts to its bytes, the least recently used
-        first."""
+        """Maps each adapter that is attached only to answer prompts to its bytes on the device, the least
+        recently used adapter first."""
         self._running_answers: set[ChatAnswer] = set()
         self._refusal = ""
-        """Reason why this base cannot generate text; empty if it can."""
+        """Reason why this base model cannot generate text. Empty if it can."""
         self._decoder: Decoder | None = None
         try:
             self._open_decoder()
@@ -207,7 +207,8 @@ class AnsweringBase:
     # -- adapters ----------------------------------------------------------------------------------------
 
     def _attach_adapter(self, request: ChatRequest, prompt: ChatPrompt) -> str:
-        """Attach a finished adapter, unless it is attached already, and return its name."""
+        """Attach the finished adapter of a request to the base model, unless it is attached already, and
+        return the name under which it is attached."""
         assert prompt.folder is not None
         # Jobs that train are attached under their ids, which have no colon.
         name = f"chat:{request.job}:{'' if request.step is None else request.step}"
@@ -219,7 +220,8 @@ class AnsweringBase:
         return name
 
     def _free_memory(self, size: int) -> None:
-        """Detach the least recently used adapters until another one of `size` bytes fits."""
+        """Detach the least recently used adapters that answer no prompt until another adapter of `size` bytes
+        fits. Raise ChatError if this does not free enough memory."""
         used = {answer.stream.adapter for answer in self._running_answers}
         for name in [name for name in self._attached_bytes if name not in used]:
             if self._has_room(size):

@@ -135,7 +135,7 @@ class ChatServer:
         self._answers: dict[_Exchange, ChatAnswer] = {}
         """Maps each exchange (a client's request) whose answer is being generated to this answer."""
         self._last_turn = -math.inf
-        """Monotonic time of the last call of `take_turn` that generated a token."""
+        """Monotonic time, in seconds, of the last call of `take_turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()

@@ -26,8 +26,8 @@ ErrorCode = Literal["model_not_found", "invalid_request", "unavailable"]
 
 
 class ChatError(WeftuneError):
-    """An error that ends one answer. The code says whether the model does not exist, the request is invalid,
-    or the service cannot answer now."""
+    """An error that ends one answer. The field `code` says why: the model does not exist, the request is
+    invalid, or the service cannot answer now."""
 
     def __init__(self, sentence: str, code: ErrorCode) -> None:
         self.code = code

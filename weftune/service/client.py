@@ -28,7 +28,7 @@ ATTEMPTS = 3
 """Number of times that a request is sent if the service does not respond or is temporarily unavailable."""
 RETRIED = (408, 429, 502, 503, 504)
 MAX_WAIT_SECONDS = 30.0
-"""Maximum seconds between two attempts."""
+"""Maximum seconds between two attempts to send a request."""
 PAGE = 100
 EXTENSION_KEYS = (
     "adapter", "objective", "epochs", "steps", "priority", "learning_rate", "schedule", "warmup",
@@ -169,7 +169,8 @@ def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
 
 
 def job_request(job: JobSpec) -> dict[str, Any]:
-    """Return the request that describes a job, without its files and its base."""
+    """Return the body of the request that submits a job. The ids of its files and the name of its base are
+    still missing in it."""
     values = resolve_job(job)
     extension = {key: values[key] for key in EXTENSION_KEYS if values.get(key) is not None}
     extension["clip"] = 0 if job.clip is None else job.clip
@@ -193,8 +194,8 @@ def job_request(job: JobSpec) -> dict[str, Any]:
 
 
 def refuse_unsupported_jobs(run: RunSpec) -> None:
-    """Refuse jobs that a service does not support: those with local files other than rows, with mixtures of
-    datasets, or with another job to start from."""
+    """Raise an error for jobs that a service does not support: those with local files other than rows, with
+    mixtures of datasets, or with another job to start from."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":

@@ -101,7 +101,8 @@ class ServiceInbox:
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob | None:
-        """Prepare a queued job for the training loop. A job that cannot be prepared fails."""
+        """Prepare a queued job for the training loop. If it cannot be prepared, mark the job as failed and
+        return None."""
         try:
             job = self._prepare(submission)
         except UserError as error:

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
-"""Minimum seconds between two flushes, unless an immediate flush is requested."""
+"""Minimum seconds between two flushes (writes of all changes to the database), unless an immediate flush is
+requested."""
 WINDOW_PASSES = 400
 """Maximum number of passes over the base model that are recorded per window (a few global batches of every
 job). Later passes of the window are not recorded."""
@@ -73,9 +74,9 @@ class JobNotes:
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
         self.earlier_wait_seconds = max(0.0, current_time - submission.created_at)
-        """Total seconds that the job waited for admission before its current wait."""
+        """Total seconds for which the job waited for admission before its current wait began."""
         self.waits_since: float | None = current_time
-        """Time at which the job began to wait. None while it trains."""
+        """Time, in seconds since 1970, at which the job began to wait for admission. None while it trains."""
         self.last_admission: tuple[float, int] = (current_time, 0)
         """Time, in seconds since 1970, and step of the job's last admission, from which its training speed is
         measured."""
@@ -104,9 +105,10 @@ class ServiceJobStore:
         self.records = settings.store.absolute()
         self.rebuild_note = ""
         self.is_stopping: Callable[[], bool] = lambda: False
-        """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
+        """Function that returns whether the service is being stopped. Jobs that end their training for this
+        reason are queued again, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to data about it that its row in the database does not contain."""
+        """Maps each job that has not ended to data that are kept in memory only, such as waiting times."""
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
         """Maps ended trials of unfinished sweeps to their records. They are kept in memory because sweeps
@@ -127,9 +129,11 @@ class ServiceJobStore:
         """Function that returns values to record with every window (a few global batches of every job): the
         device's name, its memory in bytes by purpose, and the inputs with which the queue was ranked."""
         self.announce: Callable[[JobRow], object] = lambda row: None
-        """Function that is called with each job that has succeeded, after its adapter has been written."""
+        """Function that announces the finished adapter of a job that has succeeded, such as to vLLM. By
+        default, it does nothing."""
         self.withdraw: Callable[[str, str], object] = lambda name, model: None
-        """Function that is called with a job and the name of its adapter when the adapter is deleted."""
+        """Function that withdraws a deleted adapter, such as from vLLM, given the job and the adapter's name.
+        By default, it does nothing."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
         """Records of the passes over the base model in the current window (the few global batches of every

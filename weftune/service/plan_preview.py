@@ -95,7 +95,7 @@ class Preview:
     """Trials of a sweep, in the order of the sweep."""
     rungs: Sequence[Mapping[str, int]] = ()
     """Steps at which a sweep compares its trials, each as `step` and `trials`, the number of trials that
-    reach it. The last one is the end of training."""
+    reach it. The last step is the end of training."""
     expected_share: float = 1.0
     """Fraction of all samples of its trials that a sweep is expected to train on, since successive halving
     drops trials."""
@@ -143,7 +143,7 @@ async def preview(
 
 
 def planned_trials(job: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Trial]:
-    """Return a mapping from names in the plan to the trials of a sweep."""
+    """Return the trials (jobs) of a sweep, each under its name in the plan."""
     if not trials:
         return {}
     spec, _ = read_sweep(job)

@@ -40,7 +40,7 @@ ATTEMPTS = 3
 """Maximum number of attempts to check a file or prepare a job if the process that does so dies. After the
 last one, the file or job is refused."""
 CHECK_PROCESSES = 2
-"""Number of processes that check uploaded files, while clients wait."""
+"""Number of processes that check uploaded files. Clients wait for these checks."""
 STORE_SECONDS = 1.0
 """Seconds between two attempts to write the result of a preparation to a locked database."""
 NICENESS = 5
@@ -55,7 +55,8 @@ class ProcessDied(WeftuneError):
 
 
 class Preparer:
-    """The processes that check files and prepare jobs. They are started on first use, or by `load_base`."""
+    """The processes that check uploaded files and prepare submitted jobs (tokenise their rows). They are
+    started on first use, or by `load_base`."""
 
     def __init__(self, settings: ServiceSettings, requests: RequestStore, job_processes: int = 1) -> None:
         self._settings, self._requests = settings, requests
@@ -77,8 +78,8 @@ class Preparer:
         return int(self._checks.call(check_file, path, label, max_rows).result())
 
     def prepare(self, submission: Submission) -> None:
-        """Queue a job for preparation. The store then records that the job is prepared, or why it is
-        refused."""
+        """Queue a job for preparation. When this is done, the store records that the job is prepared, or why
+        it is refused."""
         log.info("%s: its rows are being checked", submission.id)
         done = self._jobs.call(prepare_job, self._settings.base, submission.job)
         done.add_done_callback(lambda finished: self._record_result(submission, finished))
@@ -196,7 +197,7 @@ class _Loaded:
 
 @cache
 def _load_base_parts(base: BaseSpec) -> _Loaded:
-    """Return the tokenizer, the encoder and the sizes of the base, without loading its weights."""
+    """Return the tokenizer, the encoder and the sizes of the base model, without loading its weights."""
     from weftune.base.load import inspect, load_tokenizer
     from weftune.data.encode import Encoder
 
@@ -221,7 +222,8 @@ class _Pool:
             thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call one of the functions in `WORK` in one of the processes."""
+        """Queue a call of one of the functions in `WORK`, which one of the processes executes. Return a
+        future of the result."""
         done: Future[Any] = Future()
         self._work.put((done, bytes(ForkingPickler.dumps((function.__name__, arguments)))))
         return done

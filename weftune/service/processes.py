@@ -165,7 +165,7 @@ def _write_pids(settings: ServiceSettings, running: Sequence[_Running]) -> None:
 
 
 def _run_member(member: Member, settings: ServiceSettings, supervisor: int) -> None:
-    """Run a member's function in its new process, and exit with its code."""
+    """Run the function of a service's process after the process was started, and exit with its exit code."""
     # Leave the terminal's foreground: Ctrl-C reaches only the supervisor, which tells the members in order.
     os.setpgrp()
     _exit_with_supervisor(supervisor)

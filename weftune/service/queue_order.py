@@ -21,7 +21,7 @@ QUEUE = "queue"
 admission policy (`queue_values`) are stored."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
-"""Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
+"""Half-life, in seconds, with which trained tokens lose weight in a tenant's recent usage."""
 BYTES_PER_TOKEN = 4
 """Assumed bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
@@ -112,8 +112,8 @@ def _queued_job(
 
 
 def new_job(requests: RequestStore, submission: Submission, position: int = 0) -> QueuedJob:
-    """Return a queue entry for a job that has not been submitted yet. The job follows all jobs of its tenant
-    with equal priority, and new jobs with a lower `position`."""
+    """Return an entry of the queue for a job that has not been submitted yet. Among jobs of equal priority,
+    the job comes after all other jobs of its tenant, and after new jobs with a lower `position`."""
     file = requests.file(submission.tenant, submission.training_file)
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)

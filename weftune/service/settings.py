@@ -13,7 +13,7 @@ from weftune.errors import UserError
 
 KEYS, CLAIM = "keys.json", "service.json"
 EPOCHS = "epochs"
-"""Folder inside a job's folder that holds the adapters of its checkpoints."""
+"""Name of the folder, inside a job's folder, that holds the adapters of the job's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ class Envelope:
     jobs: int = 16
     """Expected number of jobs that train at the same time."""
     rank: int = 16
-    """Rank of the expected adapters, which are on all linears."""
+    """Rank of the expected adapters, which adapt all linears."""
     sample_tokens: int = 1024
-    """Number of tokens of the longest expected samples."""
+    """Number of tokens of the longest sample in the expected jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """Limits for each tenant. None means unlimited."""
+    """Limits that apply to each tenant. A limit of None means unlimited."""
 
     queued_jobs: int | None = 1000
     """Maximum number of a tenant's jobs that have not ended."""
@@ -71,7 +71,7 @@ class ServiceSettings:
 
     @property
     def files(self) -> Path:
-        """Folder of uploaded files; a file is named by its id."""
+        """Folder of uploaded files, in which each file is named by its id."""
         return self.store / "files"
 
     @property
@@ -85,8 +85,8 @@ class ServiceSettings:
 
     @property
     def jobs(self) -> Path:
-        """Folder with one folder per job, named by its id, which holds its checkpoints and finished
-        adapter."""
+        """Folder with one folder per job, which is named by the job's id and holds the job's checkpoints and
+        finished adapter."""
         return self.store / "jobs"
 
     @property
@@ -147,6 +147,6 @@ def claim_store(settings: ServiceSettings) -> None:
 
 
 def adapter_folder(jobs: Path, job: str, step: int | None = None) -> Path:
-    """Return the folder of a finished adapter or, with a step, of the adapter of a checkpoint, in the folder
-    of all jobs."""
+    """Return the folder of a job's finished adapter or, with a step, of the adapter of a checkpoint. `jobs`
+    is the folder of all jobs."""
     return jobs / job if step is None else jobs / job / EPOCHS / f"step-{step}"

@@ -1,4 +1,4 @@
-"""The training process of a service: the loop of `weftune train`, with jobs and commands from the
+"""The training process of a service: the training loop of `weftune train`, with jobs and commands from the
 database."""
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ BATCH_ROWS = 16
 """Assumed rows per global batch of the jobs that a service expects. The layout (which layers each device
 holds) is chosen for these jobs."""
 WARM_UP_JOBS = 2
-"""Number of expected jobs whose passes are compiled and captured before the service is ready."""
+"""Number of expected jobs whose passes are compiled, and captured as CUDA graphs, before the service is
+ready."""
 MAX_CRASHES = 3
 """Maximum number of crashes of the training process while a job is at the same step. When the number is
 reached, the job fails."""
@@ -308,7 +309,8 @@ class TrainingService:
 
     def _has_crashed_too_often(self, row: JobRow) -> bool:
         """Return whether the process has died `MAX_CRASHES` times while this job was at the same step, and
-        mark the job as failed if so. After fewer crashes, suspected jobs are trained one at a time."""
+        mark the job as failed if so. If it has died less often, but more than once, the job is a suspect, and
+        suspects are trained one at a time."""
         reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
         if row.state is State.RUNNING:
             reasons.append(f"{CRASHED} at step {row.status.step}")

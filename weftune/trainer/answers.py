@@ -54,7 +54,7 @@ class JobAnswers:
 
     def check_memory(self, job: PreparedJob) -> None:
         """Raise SpecError if even a single answer of a job that is added to the run does not fit into the
-        memory that the run has reserved."""
+        memory that the run has reserved for answers."""
         evaluation, reserved = job.spec.eval, self.cache_bytes
         if evaluation is None or evaluation.generate is None:
             return
@@ -164,8 +164,8 @@ class JobAnswers:
 
     @cached_property
     def _decoder(self) -> Decoder:
-        """Decoder that generates the answers. It is created when the first answer is needed, although its
-        memory is reserved from the start of the run."""
+        """Decoder that generates the answers. The decoder is created when the first answer is needed,
+        although its memory is reserved from the start of the run."""
         return Decoder(
             self._executor.adapted,
             self.cache_bytes,

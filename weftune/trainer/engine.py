@@ -82,7 +82,8 @@ class Engine:
     """Function that maps the total seconds of training to sentences that the user sees at the end of the
     run."""
     pacing: Callable[[], Pacing | None] = lambda: None
-    """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
+    """Function that returns the measured speeds of a pipeline's stages, by which the planner orders passes.
+    It returns None if there is no pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
     """Function that maps the attached (training) jobs to a predictor of the seconds of a window's Program
     (the plan of a few global batches). It returns None if the learned time model predicts these seconds, as

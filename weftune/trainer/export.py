@@ -128,8 +128,8 @@ def refuse_outside_links(folder: Path) -> None:
 
 @contextmanager
 def new_folder(target_folder: Path) -> Iterator[None]:
-    """Create `target_folder`, which must be new or empty, and empty it if writing inside the context
-    fails."""
+    """Return a context manager that creates `target_folder`, which must be new or empty, and empties the
+    folder again if writing inside the context fails."""
     if target_folder.is_symlink():
         raise OutputError(f"{target_folder} is a link; name a folder that is new or empty.")
     refuse_full_folder(target_folder)

@@ -36,7 +36,7 @@ MAX_NAMED_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A request to train a job. `id` identifies the request when it is answered."""
+    """A request to train a job. `id` identifies the request in the answer to it."""
 
     id: str
     job: PreparedJob
@@ -50,7 +50,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A request to save and detach a job until it is resumed."""
+    """A request to save a job and detach it, so that it does not train until it is resumed."""
 
     id: str
     job: str
@@ -179,8 +179,8 @@ class FolderInbox:
             self._answer_request(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
-        job is left."""
+        """Return whether there are requests. The method never waits, since a run of `weftune train` ends when
+        no job is left."""
         return bool(pending_requests(self._records_folder)) and not stop()
 
     def close(self) -> None:

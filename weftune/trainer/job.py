@@ -45,7 +45,8 @@ class PreparedJob:
     """Last step up to which a trial (a job of a sweep) may train before the next comparison of trials. None
     means the last step of the job."""
     start_tokens: tuple[int, ...] = ()
-    """Tokens of the text that initialises the job's virtual tokens."""
+    """Tokens of the text from which the job's virtual tokens are initialised. Empty if there is no such
+    text."""
     requested_evaluations: frozenset[int] | None = None
     """Steps at which the job itself requests an evaluation, if its sweep adds evaluations at other steps.
     None means all steps with an evaluation."""
@@ -129,9 +130,11 @@ def prepare_job(
     max_steps: int | None = None,
     shared_data: SharedData | None = None,
 ) -> PreparedJob:
-    """Tokenise a job's data and compute its numbers of steps; `job_number` is its position in the jobs file.
+    """Tokenise a job's data and compute its numbers of steps; `job_number` is the job's position in the jobs
+    file.
 
-    `shared_data` holds data that several jobs use; it must have the same tokenizer and cache.
+    `shared_data` has the data that several jobs use. It must have been made with the same tokenizer and
+    cache.
     """
     shared_data = shared_data or SharedData(tokenizer, cache, shape.context)
     try:
@@ -193,9 +196,10 @@ def collate_plan(
     *,
     without_adapter: bool = False,
 ) -> Microbatch:
-    """Return a planned microbatch as tensors: with training samples for a Forward, held-out samples for an
-    Evaluate, and either for a Score. Samples of a Score pass through the adapter of the reference policy.
-    With `without_adapter`, all samples skip the adapters."""
+    """Return a planned microbatch as tensors: with training samples for a Forward pass, held-out samples for
+    an Evaluate pass, and either kind for a Score pass (log-probabilities for a reference policy). Samples of
+    a Score pass through the adapter of the reference policy. With `without_adapter`, all samples skip the
+    adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]

@@ -227,8 +227,8 @@ class Journal:
         self._log(line)
 
     def _try_write(self, write: Callable[[], None]) -> bool:
-        """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
-        reported once; the next write includes the content that could not be written."""
+        """Attempt a write that training does not depend on, and return whether it succeeded. A repeated
+        failure is reported only once. The next write includes the content that could not be written."""
         try:
             write()
         except OutputError as error:

@@ -143,7 +143,7 @@ class Loop:
         """Maps each attached job to the monotonic time, in seconds, at which the job was admitted or its last
         checkpoint was begun."""
         self.sweeps = Sweeps()
-        """The sweeps whose trials are jobs of this run."""
+        """Sweeps of this run. Their trials are jobs of the run."""
         self.add_proposed_job: Callable[[JobSpec], Any] | None = None
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
@@ -206,7 +206,8 @@ class Loop:
             self._set_ending(name, Ending(State.CANCELLED))
 
     def fail(self, name: str, reason: str) -> None:
-        """Mark an attached job as failed, for a reason that the caller knows, before its next microbatch."""
+        """Mark an attached (training) job as failed for the given reason. The job stops before its next
+        microbatch."""
         if name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.FAILED, reason))
 
@@ -339,8 +340,8 @@ class Loop:
         return self._max_jobs_reason if len(jobs) > self._max_jobs else self.fitted_models.misfit_reason(jobs)
 
     def _attach_job(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
-        """Attach a job to the executor. `pending_write` is the unfinished write of its job file, if there is
-        one."""
+        """Attach a job to the executor, which then trains it. `pending_write` is the unfinished write of its
+        job file, if there is one."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -572,7 +573,7 @@ class Loop:
         )
 
     def _peak_bytes(self) -> list[int]:
-        """Return the peak memory use of each worker in bytes."""
+        """Return the peak memory use of each worker process in bytes."""
         return [peak_bytes(self.base.device), *self.engine.other_peak_bytes()]
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:

@@ -155,8 +155,8 @@ def file_stream_device(
     host_error: HostTooSmall,
     measure_speed: bool = True,
 ) -> StreamDevice:
-    """Return the device for a base that is streamed from its files. If that is impossible, raise HostTooSmall
-    with the reasons of `host_error` and the further reason."""
+    """Return the description of the device for a base that is streamed from its weight files. If that is
+    impossible, raise HostTooSmall with the reasons of `host_error` and the further reason."""
     try:
         files = list(weights_in_files(spec, device))
     except BaseModelError as error:

@@ -36,8 +36,8 @@ class Options:
     retry: tuple[str, ...] = ()
     """Names of jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
-    allowed keys."""
+    """Maps each dotted key to its new value for the jobs named in `retry`; `jobs.spec.retry.CHANGEABLE` lists
+    the allowed keys."""
     memory: int | None = None
     """Maximum memory of the run in bytes. None means most of the free memory."""
     gpu_memory: int | None = None
@@ -62,7 +62,8 @@ class Options:
     """Number of shares (parts of the jobs) into which the jobs are divided. Each share has its own processes,
     and all shares divide the host's memory."""
     command: str = PYTHON_COMMAND
-    """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
+    """Shell command that resumes the run, which messages for the user contain. Empty if the jobs are in no
+    file."""
     pipeline: int | None = None
     """Number of pipeline stages (consecutive layers), each in a process that `weftune train` starts. `AUTO`
     lets the planner choose."""
@@ -76,8 +77,8 @@ class Options:
     devices suffice for."""
 
     mechanisms: Mechanisms | None = None
-    """Optimisations that the planner may use. Some are disabled to measure their benefit (`weftune plan
-    --ablate`); None enables all."""
+    """Switches of the optimisations that the planner may use. Some are disabled to measure their benefit
+    (`weftune plan --ablate`); None enables all."""
 
     def __post_init__(self) -> None:
         """Raise an error if two options cannot be combined."""
@@ -121,7 +122,7 @@ class Options:
         worker_profile: Profile | None = None,
         gpu: Callable[[int, int, int], StreamDevice],
     ) -> Machine:
-        """Return the machine that the planner assumes, with `workers` workers per replica, of which
+        """Return the machine that the planner assumes, with `workers` worker processes per replica, of which
         `workers_per_device` share a device.
 
         `device_bytes` is the memory of a device that a run without a limit may use.

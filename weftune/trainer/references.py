@@ -39,7 +39,7 @@ class _Unscored:
     key: str
     """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""
     logprobs: NDArray[np.float64]
-    """Log-probability of each sample. NaN for samples that are not scored yet."""
+    """Log-probability of each sample under the reference policy. NaN for samples that are not scored yet."""
     shared_file: Path | None
     """File of the log-probabilities that all jobs with the same samples and reference policy share. None if
     the adapter of the reference policy is not known."""
@@ -62,7 +62,7 @@ class References:
         of tokenised samples, and `show_note` is called with sentences for the user."""
         self._base, self._folder, self._note = base, folder, show_note
         self._base_key = ""
-        """Hash of the base, computed when a job first needs it."""
+        """Hash that identifies the base model. It is computed when a job first needs it; empty before."""
         self._unscored_samples: dict[str, _Unscored] = {}
         """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
         Jobs with the same hash share them."""

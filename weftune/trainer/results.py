@@ -47,7 +47,7 @@ from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 
 PARTIAL_FOLDER = ".adapter.partial"
-"""Folder inside a job's folder for an adapter that is being written."""
+"""Name of the folder, inside a job's folder, for the files of an adapter that is being written."""
 RECORDED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
@@ -139,8 +139,8 @@ def refuse_changes(
 
 
 def changed_settings(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of its data
-    are not compared."""
+    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of the job's
+    data are not compared."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -320,7 +320,7 @@ class ResultWriter:
         """Ended jobs whose checkpoints are deleted as soon as the final states of these jobs are on disk."""
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the adapter of a detached job is still being written."""
+        """Return whether the writer is still writing the adapter of the detached job `name`."""
         return name in self._pending_adapters
 
     def __iter__(self) -> Iterator[str]:
@@ -352,8 +352,8 @@ class ResultWriter:
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare the files of a job in a background thread. Errors are ignored, since they occur again when
-        the files are written."""
+        """Prepare the files of a job in a background thread. Errors are ignored, since the same errors occur
+        again when the files are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)

@@ -22,7 +22,8 @@ from weftune.trainer.job import PreparedJob
 
 
 class Sweeps:
-    """All sweeps of a run. A run may have no sweeps."""
+    """All sweeps of a run, and the operations on them that the training loop needs. A run may have no
+    sweeps."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps: tuple[RunningSweep, ...] = ()
@@ -87,8 +88,8 @@ class Sweeps:
         self._sweep_of_trial[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Return whether the trial must still be evaluated at this step, at which its sweep compares
-        trials."""
+        """Return whether the job is a trial that must still be evaluated at this step because its sweep
+        compares trials here."""
         sweep = self._sweep_of_trial.get(name)
         return (
             sweep is not None and step == sweep.rungs.step_limit(name) and sweep.rungs.awaits_evaluation(name)

@@ -159,8 +159,8 @@ class Trainer:
         return loop.store
 
     def _prepare_joining_jobs(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
-        """Prepare jobs that join the current run, and are in `self.jobs` already. Raise one error for the
-        invalid jobs among them."""
+        """Prepare, for training, jobs that join the run while it trains and have been added to `self.jobs`
+        already. Raise one error for the invalid jobs among them."""
         assert self.loop is not None
         shape = self.loop.choice.shape
         self._check_prepared_jobs(jobs, shape, locate)
@@ -230,7 +230,7 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def restore_added_jobs(self) -> None:
-        """Add the jobs and sweeps that joined earlier runs of this output through `weftune jobs add`."""
+        """Add the jobs and sweeps that `weftune jobs add` added to earlier runs into this output folder."""
         if not self.options.resume or self.options.share is not None:
             return
         for run in added_runs(self.output, self.jobs):
@@ -572,7 +572,8 @@ class Trainer:
             self._delete_job_folder(name)
 
     def _record_retries(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Record retries in the job's notes and in job.yaml, so that later runs know the changed keys."""
+        """Record retries (requests to resume jobs with changed settings) in the jobs' notes and in job.yaml,
+        so that later runs know the changed keys."""
         for job in prepared_jobs:
             if job.name not in self.options.retry:
                 continue

@@ -13,9 +13,10 @@ from weftune.report.words import loss_text
 from weftune.run.training.state import StepOutcome
 
 UNIFORM_TOLERANCE = 1e-3
-"""Relative distance from ln(vocabulary) within which all tokens count as equally likely."""
+"""Relative distance of a loss from ln(vocabulary size) within which the model counts as predicting all tokens
+with equal probability."""
 VANISHED_GRADIENT = 1e-6
-"""Maximum gradient norm for which an adapter counts as no longer learning."""
+"""Gradient norm up to which an adapter counts as no longer learning."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW_RATIO = 2.0
@@ -28,8 +29,8 @@ shorter times."""
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return a warning if predictions are uniform and there is no gradient at an optimizer step, otherwise
-    ""."""
+    """Return a warning if, at an optimizer step, predictions are uniform over the vocabulary and the gradient
+    has vanished. Return "" otherwise."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""
@@ -70,7 +71,8 @@ class CpuLoad:
         self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _process_seconds()
 
     def other_cores(self) -> float:
-        """Return the average number of cores that other processes have kept busy."""
+        """Return the average number of cores that other processes have kept busy since this object was
+        created."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         return max(0.0, (_busy_seconds() - self._busy - _process_seconds() + self._own) / seconds)
 

@@ -88,9 +88,11 @@ class Windows:
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self.is_decoding: Callable[[], bool] = lambda: False
         """Function that returns whether a decoder waits to run between passes, which must then be short.
-        Deterministic runs ignore it, since their microbatches depend on nothing outside the jobs."""
+        Deterministic runs ignore the function, since their microbatches depend on nothing outside the
+        jobs."""
         self._decoding_limit: int | None = None
-        """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
+        """Maximum number of tokens in a microbatch while sequences are decoded. None while nothing is
+        decoded."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._fitted_models = fitted_models
         self._jobs = jobs

@@ -178,14 +178,15 @@ class HostStage:
 
     buffer: Tensor
     blocks = False
-    """Whether `copy_to` blocks on file reads, so that it should be called in a thread."""
+    """Whether the method `copy_to` waits for file reads, so that it should be called in a thread."""
 
     @property
     def size(self) -> int:
         return len(self.buffer)
 
     def copy_to(self, slot: Tensor) -> None:
-        """Copy all bytes of the stage to `slot`, its memory on the device, on the current CUDA stream."""
+        """Copy all bytes of the stage to `slot`, the stage's memory on the device, on the current CUDA
+        stream."""
         # In chunks, between which the link can serve transfers of optimizer steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
@@ -210,7 +211,8 @@ class Staging:
         """Pairs of a buffer and, on a GPU, an event that is done when the buffer's last copy has finished."""
 
     def copy_chunk(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
-        """Fill a buffer by calling `fill`, and copy it to `target`, which is at most one chunk."""
+        """Fill a buffer by calling `fill`, and copy the buffer to `target`, a tensor on the device of at most
+        one chunk."""
         buffer, sent = self._buffers[0]
         if sent is not None:
             sent.synchronize()

@@ -189,7 +189,8 @@ def _layers_per_stage(part: WorkerLayout) -> list[LayerRange]:
 
 
 def _drop_other_stages(model: PreTrainedModel, part: WorkerLayout) -> ModelShape:
-    """Remove the stages of other workers from a model, and return the shape of the whole model."""
+    """Remove the stages (layers) of other workers from a model, and return the shape (sizes) of the whole
+    model as it was before."""
     whole = model_shape(model, matrix_dtype(model))
     keep_stages(model, *_layers_per_stage(part))
     return whole
@@ -256,8 +257,8 @@ def _use_expandable_segments(device: torch.device) -> None:
 def _stages_in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """Load the streamed stages into one buffer of host memory, each into a contiguous range. Return these
-    ranges by stage number."""
+    """Load the streamed stages (runs of consecutive layers) into one buffer of host memory, each into a
+    contiguous range. Return these ranges by stage number."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total
@@ -319,7 +320,8 @@ def _layers_path(model: PreTrainedModel) -> str:
 def _load_resident(
     model: PreTrainedModel, device: torch.device, streamed_names: set[str], fill: Fill
 ) -> None:
-    """Copy all parameters that are not streamed to the device. A tied head stays tied."""
+    """Copy all parameters that are not streamed to the device. A head that is tied to the embedding stays
+    tied."""
     device_parameters: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
         if name in streamed_names:

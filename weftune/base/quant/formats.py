@@ -39,7 +39,8 @@ CODE = (
 )  # fmt: skip
 """The values of NF4: quantiles of the normal distribution, rounded as in Dettmers et al. (2023)."""
 READ_VALUES = 1 << 24
-"""Number of values that are quantised at a time: a multiple of both block sizes, or whole rows."""
+"""Number of values that are quantised at a time: a multiple of both block sizes, or, for formats with one
+scale per row, whole rows."""
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Maps a device type to the number of values that plain torch dequantises at a time: the intermediate values
 fit a CPU's caches, or keep a GPU busy, and are small compared to the matrix."""
@@ -99,7 +100,8 @@ class Int8:
         return self, {"weight": codes_NK.view(self.codes), "scale": scale_N}
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        """Dequantise `parts` into `out_NK`, which is contiguous, in its dtype."""
+        """Dequantise the matrix that the tensors `parts` store into `out_NK`, a contiguous tensor, in the
+        dtype of `out_NK`."""
         rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
         pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
         for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
@@ -130,7 +132,8 @@ class Fp8(Int8):
 @dataclass(frozen=True, slots=True)
 class Nf4:
     is_nested: bool = True
-    """Whether the maxima of blocks are quantised too (double quantisation). False for files without it."""
+    """Whether the maxima of blocks are quantised too (double quantisation). False for files that store the
+    maxima as they are."""
 
     @property
     def name(self) -> Quantize:

@@ -26,10 +26,11 @@ STORED_PARTS = {
     "nested_absmax": ".nested_absmax",
     "nested_code": ".nested_quant_map",
 }
-"""Maps Weftune's name of a tensor to the suffix that bitsandbytes appends to the name of the matrix."""
+"""Maps Weftune's name of each tensor of a quantised matrix to the suffix that bitsandbytes appends to the
+name of the matrix."""
 
 ReadTensor = Callable[[str], Tensor]
-"""Function that returns a tensor of the files by its name."""
+"""Function that returns a tensor of a base's weight files by the tensor's name."""
 
 
 def is_stored_weight(name: str, stored: Collection[str]) -> bool:

@@ -480,8 +480,8 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Yield an error if `expression` is not a valid regular expression. Messages quote `text`, the part of
-    the expression that the user wrote."""
+    """Yield an error if `expression` is not a valid regular expression. The message quotes `text`, the part
+    of the expression that the user wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):

@@ -1,7 +1,7 @@
 """Checks of jobs against the base and the other jobs of the run.
 
-Examples are targets that match nothing, samples longer than the base's context, ranks larger than a layer's
-width, and jobs that start from incompatible adapters."""
+Errors that they find are, for example, targets that match nothing, samples longer than the base's context,
+ranks larger than a layer's width, and jobs that start from incompatible adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Thresholds of the learning rate and of the weight decay. A value above its threshold causes a warning that
 it may be a typing error."""
 MIN_TOKENS = 2
-"""Minimum number of tokens in a sample: the second token is predicted from the first."""
+"""Minimum number of tokens in a sample. With fewer, no token could be predicted from an earlier one."""
 NAMED = 4
 """Maximum number of jobs that a message names. If there are more, the message gives their number instead."""
 

@@ -1,8 +1,8 @@
 """The keys of jobs.yaml, the rules for names of jobs, and the error messages for unknown keys and invalid
 names.
 
-Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
-the corresponding key of Weftune.
+Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for such a key, the message
+names the corresponding key of Weftune.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the index of every name that an earlier job has too, with the error message."""
+    """Yield the index of every name in `names` that an earlier job has too, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):

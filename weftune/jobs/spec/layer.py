@@ -15,8 +15,8 @@ Loc = tuple[str | int, ...]
 """Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""Key of rows that are passed from Python. Checks of a job never inspect them, since there may be
-millions."""
+"""Name of a job's key whose value is rows that are passed from Python. Checks of a job never inspect them,
+since there may be millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def find_source_location(places: Places, location: Loc) -> Place:
 
 
 def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None:
-    """Move the source locations of all values at `outer_location` one level deeper, under `key`, since a
-    shorthand was expanded."""
+    """Move the source locations of all values at `outer_location` one level deeper, under `key`, since the
+    shorthand at this location was expanded."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
             places[(*outer_location, key, *loc[len(outer_location) :])] = place
@@ -181,8 +181,8 @@ def _has_value(values: Any, location: Loc) -> bool:
 
 
 def keys_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keyword arguments of a `JobSpec` in the form that a job with these keys has when it is read
-    from a file."""
+    """Return the keyword arguments of a `JobSpec` as plain keys and values, in the form in which a job is
+    read from a file."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}

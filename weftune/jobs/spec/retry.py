@@ -138,7 +138,8 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_value(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a job's keys and values, or None if the job has no such key."""
+    """Return the value of a dotted key, such as `adapter.rank`, in a job's keys and values, or None if the
+    job has no such key."""
     value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -152,7 +152,7 @@ def _validation_fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
 
 
 def find_section(location: Loc, section: str = "job") -> str:
-    """Return the section of the spec whose keys are at `location`."""
+    """Return the name of the section of a job, such as `adapter`, whose keys are at `location`."""
     if not location:
         return section
     return INNER.get(location[:2], str(location[0]))

@@ -50,7 +50,7 @@ class JobSpec:
     """Number of rows per global batch (one optimizer step). A row is a sample or, for preference objectives,
     a pair of samples."""
     learning_rate: float = SFT_SPEC.learning_rate
-    """Learning rate. The default depends on the objective."""
+    """Peak learning rate of AdamW. The default depends on the objective."""
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0

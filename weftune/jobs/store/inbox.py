@@ -135,8 +135,8 @@ def rename_damaged_request(request: Path) -> None:
 
 
 def added_runs(output: Path, known_jobs: Iterable[str]) -> Iterator[RunSpec]:
-    """Yield the jobs files that were added to earlier runs into an output folder. Their jobs may start from
-    the adapters of `known_jobs`."""
+    """Yield the parsed content of each jobs file that was added to an earlier run into an output folder. The
+    jobs of such a file may start from the adapters of `known_jobs`."""
     known = list(known_jobs)
     for request in _added_files(output):
         run = read_added_run(request.text, Path(request.file), known)

@@ -31,7 +31,7 @@ class QueuedJob:
     deadline: float | None = None
     """Deadline of the job, in seconds since 1970."""
     remaining_seconds: float = 0.0
-    """Predicted seconds until the job ends if it trains from now on."""
+    """Predicted seconds until the job ends if it trains from now on without interruption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ class Admission:
     """Maps each waiting job to the reason why it must wait. Jobs that were attached and are preempted by this
     decision are left out."""
     misfit_reasons: Mapping[str, str]
-    """Maps each job that cannot run even alone to the reason."""
+    """Maps each job that does not fit into memory even alone to the reason."""
     overtake_counts: Mapping[str, int]
     """Maps each waiting job to the number of jobs behind it in the queue that have been admitted before it.
     The scheduler's next decision takes the number into account."""

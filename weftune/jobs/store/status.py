@@ -58,7 +58,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Check that a job may change from `old_state` to `new_state`, and return `new_state`."""
+    """Return `new_state` if a job may change to it from `old_state`, and raise ValueError otherwise."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -105,7 +105,7 @@ class RunStatus:
     updated: float = 0.0
     seconds: float = 0.0
     solo_seconds: float | None = None
-    """Predicted seconds if the same jobs were trained one after another."""
+    """Predicted seconds that the run's jobs would take if they were trained one after another."""
     peak_bytes: int | None = None
     command: str | None = None
     """Shell command that resumes the run. Empty if the jobs were created in Python; None if unknown."""
@@ -143,8 +143,8 @@ _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 @lru_cache(maxsize=1 << 15)
 def _job_json(job: JobStatus) -> tuple[str, str]:
-    """Return a job's status as two JSON strings: the compact one, from which the checksum is computed, and
-    the one that is written."""
+    """Return a job's status as two JSON strings: a compact string, from which the checksum is computed, and
+    the string that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
         return json_text(values), json_text(values, indent=2).replace("\n", "\n    ")
@@ -303,8 +303,8 @@ def train_command(
     max_steps: int | None = None,
     processes: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the command that resumes a run started by `weftune.train` with these arguments. `processes` maps
-    options such as `gpus` to their values."""
+    """Return the shell command that resumes a run that was started in Python by `weftune.train` with these
+    arguments. `processes` maps options such as `gpus` to their values."""
     named = {"output": output, "max-steps": max_steps, **(processes or {})}
     given = [f"--{key} {shlex.quote(str(value))}" for key, value in named.items() if value is not None]
     return " ".join(["weftune", "train", shlex.quote(str(jobs)), *given, "--resume"])

@@ -239,7 +239,7 @@ class Store:
         self._written = float("-inf")
         """Monotonic time, in seconds, of the last attempt to write the status."""
         self._late: threading.Timer | None = None
-        """Timer that will write the status within a second."""
+        """Timer that will write the status within a second. None if no write is scheduled."""
         self._trouble: OutputError | None = None
         """Error of the last write in another thread, if it has not been raised yet."""
 
@@ -362,8 +362,9 @@ class Store:
 
         A step of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their lines.
         `evaluated_steps` maps each job to the last step that it has evaluated, which may be less than its
-        step in `cursors`. Evaluations at rungs are kept, since a trial is evaluated there only once. The loss
-        of the base without adapters is kept if the status contains it.
+        step in `cursors`. Evaluations at rungs (steps where a sweep compares its trials) are kept, since a
+        trial is evaluated there only once. The loss of the base without adapters is kept if the status
+        contains it.
         """
         eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
@@ -422,8 +423,8 @@ class Store:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status in another thread within a second. Raise the error of the last write of this kind,
-        if there was one."""
+        """Write the status in another thread within a second. Raise the error of the last such write, if it
+        failed."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(
@@ -471,7 +472,7 @@ class Store:
 
 
 def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Call all functions and return the OutputErrors that they raise."""
+    """Call all functions, even if one of them fails, and return the OutputErrors that they raise."""
     found = []
     for write in write_functions:
         try:

@@ -40,7 +40,7 @@ its training loss."""
 
 
 class TrialEnd(StrEnum):
-    """The states in which a trial of a sweep can end."""
+    """The ways in which a trial of a sweep can end."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -144,7 +144,7 @@ class Rungs:
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
-        """Record the total number of optimizer steps of a trial."""
+        """Record the total number of optimizer steps of a trial when the trial is prepared."""
         self._steps_by_trial[trial] = steps
 
     def record_metric(self, trial: str, step: int, value: float | None) -> bool:

@@ -1,5 +1,5 @@
-"""The reader of the key `sweep` of a job. It returns the sweep and the jobs of all trials. All of them are
-checked before any trial is trained."""
+"""The reader of the key `sweep` of a job. It returns the sweep and its trials, one job for each combination
+of values. All jobs are checked before any of them is trained."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ BEST_MODES = {
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
-    """Return the spec of the sweep that a job's keys describe, or None, and the errors in it."""
+    """Return the spec of the sweep that a job's keys describe (None if the job has no valid sweep), and the
+    errors in it."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
         return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {format_value(value)}")]
@@ -374,8 +375,8 @@ def _value_locations(sweep: Sweep, key: str, value: Any) -> Places:
 def expand_sweep(
     keys: Layer, folder: Path
 ) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
-    """Return a job's sweep, and the jobs of its trials with the source locations of their keys. If there are
-    errors, return them instead."""
+    """Return a job's sweep, and the jobs of its trials with the source locations of their keys. If the sweep
+    or a trial has errors, return these errors instead."""
     spec, faults = read_sweep(keys.values)
     found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, keys_without_sweep(keys), folder)

@@ -28,8 +28,8 @@ BEST = "best"
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """Return the folder of a winning trial's adapter in the sweep's folder. It is `best` itself if only one
-    trial is kept."""
+    """Return the folder of a winning trial's adapter in the sweep's folder. The folder is `best` itself if
+    only one trial is kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -53,7 +53,7 @@ class TrialRecord:
     """Metric of the trial: that of its adapter if the trial has finished, the metric at the comparison (rung)
     where it was dropped, or otherwise the metric of its last evaluation."""
     score_step: int | None = None
-    """Step of the weights for which the trial's metric was measured."""
+    """Step of the trial's weights for which `score` was measured."""
     warning: str = ""
     """Problem with a finished trial's adapter. Such a trial is ranked after all other finished trials."""
     left_at: int | None = None
@@ -107,7 +107,7 @@ class SweepRecord:
 
 
 class DamagedSweep(OutputError):
-    """An error raised if there is a sweep.json that cannot be read."""
+    """An error raised if a sweep's file sweep.json exists but cannot be read."""
 
     def __init__(self, path: Path, damage_text: str) -> None:
         self.damage_text = damage_text
@@ -187,7 +187,8 @@ STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
 """Maximum length, in characters, up to which a number is always written without an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""Maps states of trials to their sort keys in the table of trials. All other states have the sort key 1."""
+"""Maps states of trials to sort keys, by which the table of trials is ordered. All other states have the sort
+key 1."""
 
 
 def metric_title(metric: str) -> str:
@@ -271,7 +272,8 @@ def trained_fraction(record: SweepRecord) -> float | None:
 
 
 def flatten_mapping(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf of a nested mapping. Keys begin with `prefix`."""
+    """Yield the dotted key and the value of every leaf of a nested mapping. The yielded keys begin with
+    `prefix`."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_mapping(f"{prefix}{key}.", value)

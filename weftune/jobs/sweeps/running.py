@@ -94,7 +94,7 @@ class TrialOrders:
     few global batches of every job (a window)."""
 
     step_limits: Mapping[str, int] = field(default_factory=dict)
-    """Maps each trial to the step up to which it may train."""
+    """Maps each trial (job of a sweep) to the last step up to which it may train now."""
     promoted_trials: Sequence[str] = ()
     """Trials that waited at a rung (a step at which trials are compared) and now continue."""
     rest_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -283,7 +283,8 @@ class RunningSweep:
     # -- admission ---------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
-        """Read the trials' evaluations and training losses so far from the lines of the run's metrics."""
+        """Read the trials' evaluations and training losses of earlier runs from the run's recorded
+        metrics."""
         self._values.clear()
         self._trends.clear()
         for name in self.trials:
@@ -301,7 +302,7 @@ class RunningSweep:
                 self._loss_trend(job).add_loss(step, line["loss"])
 
     def add_trial(self, name: str, steps: int) -> None:
-        """Record the number of steps of a trial that will be trained."""
+        """Record the total number of steps of a trial when the trial is prepared for training."""
         self.rungs.add_trial(name, steps)
         self._entered.add(name)
 
@@ -337,7 +338,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of a trial's current weights."""
+        """Record the results of an evaluation of a trial with its current weights."""
         self._values.setdefault(name, {})[step] = self._trial_metric(loss, token_accuracy, metrics)
         if not self.evaluates_mean_weights:
             self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)

@@ -50,7 +50,7 @@ def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
 
 
 def count_combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials that a sweep can have, or infinity if it draws fractions from a
+    """Return the number of distinct trials that a sweep can have, or infinity if it draws real numbers from a
     range."""
     return math.prod(_count_choices(choices) for choices in over.values())
 

@@ -51,7 +51,8 @@ class SweepSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     over: Mapping[str, Choices]
-    """Maps each dotted key of the job to the values that it may have."""
+    """Maps each dotted key that the sweep varies, such as `adapter.rank`, to the values that the key may
+    have."""
     search: Search = "grid"
     trials: Annotated[int | None, Bound(at_least=1, at_most=MAX_TRIALS)] = None
     """Number of trials to draw. None for a grid, which has a trial for every combination."""
@@ -79,7 +80,7 @@ Ends = Sequence[tuple[Trial, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A job with the key `sweep`, and its trials, which become jobs of the run."""
+    """A sweep: a job with the key `sweep`, and its trials, which become jobs of the run."""
 
     name: str
     spec: SweepSpec

@@ -1,4 +1,5 @@
-"""The HTTP application of a service: OpenAI's API under /v1, health, metrics and the OpenAPI document."""
+"""The HTTP application of a service: OpenAI's API under /v1, and the endpoints for health, metrics and the
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
 
 
 def readiness(service: Service) -> list[str]:
-    """Return the reasons why jobs cannot be submitted or trained now; empty if they can."""
+    """Return the reasons why jobs cannot be submitted or trained now. The result is empty if they can."""
     reasons: list[str] = []
     try:
         service.requests.recent_submission("", "", 0.0)

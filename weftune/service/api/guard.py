@@ -157,8 +157,8 @@ class Guard:
         return self._limits.upload_bytes if is_upload(scope) else MAX_JSON_BYTES
 
     def _limit_receive(self, scope: Scope, receive: Receive) -> Receive:
-        """Return an ASGI `receive` function with limits: a client that sends too many bytes gets status 413,
-        and a client that is too slow gets 408."""
+        """Wrap an ASGI `receive` function and return one with limits: a client that sends too many bytes gets
+        status 413, and a client that is too slow gets 408."""
         max_bytes, seconds = self._max_bytes(scope), self._limits.body_seconds
         begun, received, is_whole = time.monotonic(), 0, False
 
@@ -184,7 +184,7 @@ class Guard:
 
 
 def _raw_path(scope: Scope) -> str:
-    """Return the path in its percent-encoded form, which cannot contain line breaks."""
+    """Return the path of a request in its percent-encoded form, which cannot contain line breaks."""
     return str(scope.get("raw_path", b"").decode("latin-1")[:200])
 
 

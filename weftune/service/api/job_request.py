@@ -175,7 +175,7 @@ def _trial_request(
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
     """Refuse a sweep with an unsupported search, with values that name files or modules of the server, or
-    with more values than trials. Other errors are found when the sweep is read."""
+    with more values than trials. Other errors are found later, when the sweep is parsed."""
     search = sweep.get("search", SEARCHES[0])
     if search not in SEARCHES:
         reason = (
@@ -314,8 +314,8 @@ def _epoch_fraction(epochs: float) -> float:
 
 
 def validate_job(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
-    """Return the validated job, or raise an error for its first invalid key. The error names the key that the
-    client wrote."""
+    """Return the job that the keys of jobs.yaml describe, or raise an error for its first invalid key. The
+    error names the key that the client wrote."""
     try:
         return JobSpec(**keys)
     except SpecError as error:

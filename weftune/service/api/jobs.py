@@ -258,7 +258,7 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None, count: in
 
 
 def refuse_large_sweep(service: Service, count: int) -> None:
-    """Raise an error if a sweep has more trials than a tenant may have jobs."""
+    """Raise an error if a sweep has more trials (jobs) than a tenant may have jobs."""
     most = service.settings.quotas.queued_jobs
     if most is not None and count > most:
         raise invalid_request(
@@ -351,14 +351,15 @@ def used_hyperparameters(body: JobRequest, job: Mapping[str, Any]) -> UsedHyperp
 
 
 def used_method(job: Mapping[str, Any], used_hyperparameters: UsedHyperparameters) -> UsedMethod:
-    """Return the method in the form of OpenAI's API. Every preference objective is shown as dpo."""
+    """Return a job's training method (objective and its settings) in the form of OpenAI's API. Every
+    preference objective is shown as dpo."""
     if job["objective"].get("kind", "sft") == "sft":
         return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used_hyperparameters))
     return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used_hyperparameters))
 
 
 def hide_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of a job without values that are paths on this machine."""
+    """Return the keys and values of a job with all values left out that are paths on this machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

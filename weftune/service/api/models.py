@@ -1,4 +1,5 @@
-"""OpenAI's models: the base, finished adapters, and checkpoints under names of their own."""
+"""The models endpoints of OpenAI's API. They list the base model, finished adapters, and checkpoints, each
+under a name of its own."""
 
 from __future__ import annotations
 

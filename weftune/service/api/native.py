@@ -68,7 +68,7 @@ SILENT_SECONDS = 15.0
 """Seconds without a change after which a stream of server-sent events sends a comment, so that proxies keep
 it open."""
 STREAM_MINUTES = 30.0
-"""Minutes after which the server ends a stream of server-sent events. The client then reconnects."""
+"""Minutes after which the server ends a stream of server-sent events. The client then opens a new stream."""
 CHUNK = 1 << 20
 ANOTHER = "another tenant's job"
 
@@ -365,7 +365,7 @@ class Names:
         return self._names[job]
 
     def replace_ids(self, text: str) -> str:
-        """Return a scheduler message in which ids of jobs are replaced by names."""
+        """Return a message of the scheduler in which ids of jobs are replaced by names."""
         return JOB_ID.sub(lambda found: self.visible_name(found[0]) or ANOTHER, text)
 
 
@@ -917,8 +917,8 @@ def _file_pieces(path: Path) -> Iterator[bytes]:
 
 
 class _Pieces(io.RawIOBase):
-    """A write-only file whose content is removed piece by piece, so that an archive can be sent while it is
-    created."""
+    """A write-only file object from which written content is taken out piece by piece, so that an archive can
+    be sent while it is created."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

@@ -143,8 +143,8 @@ def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
 
 @lru_cache(maxsize=512)
 def _read_cached_record(folder: Path, changed_at: int) -> SweepRecord | None:
-    """Read the record of a sweep. Results are cached by `changed_at`, the time at which the file was last
-    written."""
+    """Read the record of a sweep from sweep.json in `folder`. Results are cached by `changed_at`, the time at
+    which the file was last written."""
     return read_record(folder)
 
 
@@ -185,8 +185,9 @@ def _sweep_row(
 
 
 def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) -> State:
-    """Return the state of a sweep. `trials` contains None for each trial that the training process has not
-    recorded yet. A sweep has succeeded if a trial has succeeded and the best trials are known."""
+    """Return the state of a sweep's job. `trials` has the records of the sweep's trials, and contains None
+    for each trial that the training process has not recorded yet. A sweep has succeeded if a trial has
+    succeeded and the best trials are known."""
     known = [row for row in trials if row is not None]
     states = {row.state for row in known}
     if len(known) == len(trials) and all(state.has_ended for state in states):

@@ -1,5 +1,5 @@
 """Metrics for Prometheus: counts and durations of this process's requests, and numbers of jobs from the
-stores."""
+database."""
 
 from __future__ import annotations
 

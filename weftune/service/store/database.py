@@ -1,5 +1,5 @@
-"""Connections to the two sets of tables, and the migrations of the tables. Each set has one writing
-connection and several reading ones."""
+"""Connections to the service's two sets of tables (clients' requests, and records of training), and the
+migrations of the tables. Each set has one writing connection and several reading ones."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def open_training(settings: ServiceSettings, writable: bool, busy_seconds: float
 
 
 def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
-    """Create both sets of tables, or bring them to the current version. Safe to repeat after a crash.
+    """Create both sets of tables, or bring them to the current version. The call can be repeated after a
+    crash.
 
     The supervisor calls this before it starts processes, so that every process finds all tables.
     """
@@ -286,7 +287,8 @@ Record = TypeVar("Record")
 
 
 def to_values(record: Any) -> dict[str, Any]:
-    """Return the columns of a record for insertion, without `number`, which the database assigns."""
+    """Return a dict of a record's columns for insertion into a table, without `number`, which the database
+    assigns."""
     return {one.name: getattr(record, one.name) for one in fields(record) if one.name != "number"}
 
 

@@ -32,8 +32,8 @@ from weftune.service.store.tables import (
 KEPT_WINDOWS = 200
 LEASE = "training"
 PATIENCE = 1.25
-"""Time without a renewal after which another process may take over a lease, as a multiple of the lease's
-duration."""
+"""Time without a renewal after which another process may take over a lease (the exclusive right to write), as
+a multiple of the lease's duration."""
 POLL_SECONDS = 0.1
 
 
@@ -64,7 +64,7 @@ class LeaseLost(WeftuneError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as the training process records it."""
+    """A job as the training process records it in the database."""
 
     id: str
     tenant: str
@@ -91,7 +91,7 @@ class Transition:
     job: str
     at: float
     old: State | None
-    """Previous state. None for the first state of a job."""
+    """State of the job before the transition. None for the job's first state."""
     new: State
     reason: str = ""
     number: int = 0
@@ -124,7 +124,7 @@ class CheckpointRow:
     model: str
     """Model name under which the checkpoint answers prompts."""
     folder: str
-    """Folder of the adapter, relative to the job's folder."""
+    """Folder of the checkpoint's adapter, relative to the job's folder."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
 
@@ -193,7 +193,8 @@ class TrainingStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._token: int | None = None
-        """Fencing token of the lease that this process holds. None if it holds none."""
+        """Fencing token of the lease (the exclusive right to write) that this process holds. None if it holds
+        no lease."""
         self._observed_lease: tuple[tuple[int, int], float] | None = None
         """Observation of another process's lease: a pair of its token and number of renewals, and the
         monotonic time, in seconds, at which these were first seen."""
@@ -204,12 +205,14 @@ class TrainingStore:
     # -- the lease ---------------------------------------------------------------------------------------
 
     def acquire_lease(self, holder: str, seconds: float, wait_seconds: float = 0.0) -> int:
-        """Become the only writer and return the fencing token, which is greater than all earlier ones.
+        """Take the lease, by which this process is the only writer, and return its fencing token, which is
+        greater than all earlier ones.
 
         `holder` is `process_name()`. Raise LeaseHeld if the lease is not available within `wait_seconds`. A
         lease is available if it was released, if its holder was a process of this machine that has ended, or
         if this object has seen no renewal for slightly longer than the lease lasts, by a monotonic clock.
-        Since that must be observed, repeat the call or pass `wait_seconds`."""
+        Observing that takes time, so repeat the call or pass `wait_seconds`.
+        """
         deadline = time.monotonic() + wait_seconds
         while True:
             lease = self.lease()
@@ -252,8 +255,8 @@ class TrainingStore:
         return row.token if is_own else None
 
     def renew_lease(self, seconds: float) -> None:
-        """Extend the lease by `seconds`. Must be called well before they have passed. Raise LeaseLost if
-        another process has taken the lease."""
+        """Extend the lease (the exclusive right to write) to `seconds` from now. The next call must come well
+        before they have passed. Raise LeaseLost if another process has taken the lease."""
         with self._database.write() as connection:
             self._check_lease(connection)
             connection.execute(
@@ -490,7 +493,7 @@ class TrainingStore:
 _STATUS_FIELDS = tuple(one.name for one in fields(JobStatus) if one.name != "state")
 _JOB_COLUMNS = ("state", *(one.name for one in fields(JobRow) if one.name not in ("id", "number")))
 _PORTION = 500
-"""Maximum number of ids in one query; SQLite allows 32,766 parameters."""
+"""Maximum number of ids in one database query. SQLite allows 32,766 parameters."""
 
 
 def _job_values(job: JobRow) -> dict[str, Any]:

@@ -182,8 +182,8 @@ class RequestStore:
 
         Requests are the same if tenant, idempotency key and body hash are equal. Raise IdempotencyConflict if
         the key is equal but the body is not. If the client marks a request without a key as a repetition,
-        `repeat_since` is given: the request is then also the same as one of the tenant with an equal body
-        that was stored at this time or later.
+        `repeat_since` is given: the request is then also the same as a request of the tenant with an equal
+        body that was stored at this time or later.
         """
         try:
             with self._database.write() as connection:
@@ -269,13 +269,14 @@ class RequestStore:
         return found
 
     def trials(self, sweep: str) -> list[Submission]:
-        """Return the trials of a sweep, in their order."""
+        """Return the trials (jobs) of a sweep, in the order of the sweep."""
         with self._database.read() as connection:
             rows = connection.execute(_trials_query(select(submissions), [sweep]))
             return [to_record(Submission, row) for row in rows]
 
     def trial_ids(self, sweeps: Iterable[str]) -> dict[str, list[str]]:
-        """Return a mapping from each of these sweeps to the ids of its trials, in their order."""
+        """Return a mapping from each of these sweeps to the ids of the sweep's trials, in the order of the
+        sweep."""
         found: dict[str, list[str]] = {sweep: [] for sweep in sweeps}
         query = _trials_query(select(submissions.c.id, submissions.c.sweep), found)
         with self._database.read() as connection:
@@ -336,7 +337,8 @@ class RequestStore:
             ]
 
     def commands_after(self, number: int, limit: int = 1000) -> list[Command]:
-        """Return clients' commands that were stored after the command with this number, the oldest first."""
+        """Return clients' commands (requests to change jobs) that were stored after the command with this
+        number, the oldest first."""
         query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
         with self._database.read() as connection:
             return [to_record(Command, row) for row in connection.execute(query)]
