@@ -32,7 +32,8 @@ class BaselineWork:
     length: int
     rank: int
     ranks: tuple[int, ...] = ()
-    """Rank of each job. Empty if all jobs have rank `rank`; otherwise `rank` is the largest."""
+    """Rank of each job. Empty if all jobs have the rank in the field `rank`; otherwise that field has the
+    largest rank."""
     dropouts: tuple[float, ...] = ()
     """Dropout of each job. Empty if no job has dropout."""
 

@@ -32,7 +32,7 @@ SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
 """Possible numbers of samples per batch and of tokens per sample. The numbers of each job are drawn from
 them."""
 PROGRESS_INTERVAL = 20
-"""Number of attached or detached jobs between two lines of progress."""
+"""Number of changes (jobs attached or detached) between two printed lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Round = list[list[int]]
 """Lengths in tokens of the samples of one round: one batch of every job."""
 GB = 1e9
 FILE = Path(__file__).parent / "lengths.json"
-"""Token counts of real samples, as counted by `benchmarks.make_lengths`."""
+"""File with the numbers of tokens of real samples, which `benchmarks.make_lengths` has counted."""
 
 
 @dataclass(frozen=True, slots=True)

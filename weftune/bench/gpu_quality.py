@@ -113,7 +113,7 @@ def quality_job(case: QualityCase, folder: Path, start: Path, steps: int, seed: 
 def train_with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
-    """Train all jobs together and return the final validation loss of each."""
+    """Train all jobs together with Weftune and return the final validation loss of each."""
     trainer = Trainer(base, output=folder / "output", options=Options(device=str(device)))
     for job in jobs:
         trainer.add(job)

@@ -33,7 +33,7 @@ class Size:
     experts: int = 0
     """Number of experts per layer, in place of an MLP; `intermediate` is the width of each expert."""
     active: int = 1
-    """Number of experts per token."""
+    """Number of experts that each token passes through."""
 
     @property
     def query_width(self) -> int:
@@ -189,7 +189,7 @@ SIZES = {
 
 
 def toy_size(size: Size) -> Size:
-    """Return a tiny model config of the same family."""
+    """Return the size of a tiny model of the same family as `size`, for tests."""
     toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
     return replace(toy, experts=4, active=2) if size.experts else toy
 

@@ -70,7 +70,7 @@ class JobSamples:
 
 
 class AttachedJobs:
-    """An executor, and the samples and losses of the jobs attached to it."""
+    """An executor for benchmarks, and the samples and losses of the jobs that are attached to it."""
 
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
@@ -220,7 +220,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_siz
 
 
 def computed_rows(passes: Sequence[Passed]) -> int:
-    """Return the number of rows that the base computed, including padding."""
+    """Return the number of rows that the base computed, including padding, in all given passes."""
     return sum(passed.microbatch.rows for passed in passes)
 
 

@@ -28,7 +28,7 @@ class BenchShape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """One benchmark of the package `weftune.bench`, and how to run it."""
+    """A benchmark of the package `weftune.bench`, and how `weftune bench` runs it."""
 
     title: str
     module: str
@@ -45,7 +45,8 @@ class BenchLine:
     ratio_to_frozen: float | None = None
     alternative: str = ""
     speedup: float | None = None
-    """Time of the fastest alternative to Weftune, divided by Weftune's time."""
+    """Time of the fastest alternative to Weftune, divided by Weftune's time. None if the benchmark does not
+    compare times."""
     verdict: str = ""
 
 

@@ -126,7 +126,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], str | None]:
 
 
 def common_base(folders: Sequence[Path]) -> BaseSpec:
-    """Return the base that all adapters were trained on, or raise AdapterError."""
+    """Return the specification of the base model that all adapters were trained on. Raise AdapterError if
+    they have different ones."""
     from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 
     for folder in folders:
@@ -156,7 +157,8 @@ def folders_by_name(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def recorded_base(folder: Path) -> BaseSpec:
-    """Return the base that the job in `folder` was trained on, as recorded in its job.yaml."""
+    """Return the specification of the base model that the job in `folder` was trained on, as recorded in its
+    job.yaml."""
     from weftune.base.spec import BaseSpec
     from weftune.jobs.store.job_file import JOB_FILE, DamagedJobFile, read_job_file
 

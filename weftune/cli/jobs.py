@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the run has answered."""
 PATIENT_SECONDS = 3.0
-"""Seconds after which the command prints what it waits for."""
+"""Seconds without an answer after which the command prints what it waits for."""
 RESTART_SECONDS = 5.0
 """Seconds without any process in the output folder after which the run is considered ended. The wait is
 needed because a run of several processes restarts when it loses one of them."""

@@ -47,8 +47,8 @@ class Plan:
     case: PlanCase
     choice: LayoutChoice
     outlook: Prediction | StreamOutlook
-    """Prediction for all devices or, if the jobs are divided into shares (parts with their own processes),
-    for the devices of the first share."""
+    """Prediction of memory and times for all devices or, if the jobs are divided into shares (parts with
+    their own processes), for the devices of the first share."""
     shares: ShareOutlook | None
     """Prediction for all shares (subsets of the jobs with their own processes). None if the jobs are not
     divided."""
@@ -60,9 +60,11 @@ class Plan:
     flags: str
     """Flags of `weftune train` that request the chosen number of workers."""
     sentences: Sequence[str] = ()
-    """Sentences that explain the planner's decisions, one per decision. Empty unless requested."""
+    """Sentences that explain the planner's decisions, one per decision. Empty unless the user requests
+    them."""
     ablations: Sequence[Ablation] = ()
-    """Effect of disabling each optimisation that the plan uses, one at a time. Empty unless requested."""
+    """Effect of disabling each optimisation that the plan uses, one at a time. Empty unless the user requests
+    it."""
     measured_step_seconds: tuple[float, float] | None = None
     """Measured seconds per round (one global batch of every job) of the plan itself: before and after the
     plan is measured without single optimisations. None if nothing was measured."""

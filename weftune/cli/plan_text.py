@@ -216,7 +216,7 @@ def _show_sampling_note(console: Console, case: PlanCase) -> None:
 
 
 def _show_waiting_jobs(console: Console, plan: Plan) -> None:
-    """Print the jobs that are not admitted."""
+    """Print the jobs that are not admitted when the run starts, with the reasons."""
     sweeps, admission = plan.case.sweeps, plan.admission
     trials = {name: one.name for one in sweeps for name in one.known_trials}
     for name, reason in admission.wait_reasons.items():
@@ -235,7 +235,7 @@ def _collapse_trial_names(names: Iterable[str], case: PlanCase) -> list[str]:
 
 
 def _device_text(case: PlanCase, number: int) -> str:
-    """Return the index and name of a worker's device; several workers may share the last device."""
+    """Return the index and name of a worker's device; the last device may have several workers."""
     devices = case.cluster.devices
     return f"{number} {devices[min(number, len(devices) - 1)].name}"
 

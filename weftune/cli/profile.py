@@ -68,8 +68,8 @@ def _tokenizer(spec: BaseSpec) -> Any:
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
     """Return the memory use in bytes, before anything is loaded, of the first of several workers and of any
-    other worker; zeros if no worker can be started. Workers are forked, so they are measured in a forked
-    process."""
+    other worker; both numbers are zero if no worker can be started. Workers are forked, so they are measured
+    in a forked process."""
     from weftune.launch.supervise import ProcessSpec, kill_processes, start_process
 
     process = start_process(ProcessSpec("worker", partial(_send_process_bytes, spec)), None, neighbours=2)

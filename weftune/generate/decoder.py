@@ -79,14 +79,14 @@ class Generation:
 
     @property
     def positions(self) -> int:
-        """Number of positions up to the latest token, including virtual tokens and prefix keys of the
-        adapter."""
+        """Number of positions of the sequence up to its latest token, including virtual tokens and prefix
+        keys of the adapter."""
         return self.prefix_keys + self.inserted_rows + len(self.prompt) + len(self.tokens)
 
     @property
     def max_positions(self) -> int:
-        """Maximum number of positions that the sequence needs in the cache. The last token needs none, since
-        no later token attends to it."""
+        """Maximum number of positions that the sequence needs in the cache. The last token needs no position
+        there, since no later token attends to it."""
         return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
 
     def uncached_tokens(self) -> list[int]:
@@ -101,7 +101,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StepAhead:
-    """The inputs of the next decode step, prepared before its tokens are known."""
+    """The inputs of the next decode step (one token of every sequence), prepared while the step that
+    generates these tokens still runs."""
 
     batch: list[Generation]
     microbatch: Microbatch
@@ -312,7 +313,8 @@ class Decoder:
         )
 
     def _build_next_step(self, batch: Sequence[Generation]) -> StepAhead:
-        """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
+        """Prepare the inputs of the decode step after the current one, assuming that none of these sequences
+        ends and no other is admitted."""
         laid = self._build_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
         return StepAhead(list(batch), *laid)
 
@@ -421,7 +423,8 @@ class Decoder:
 
     @torch.no_grad()
     def _probe_cache(self) -> CacheProbe:
-        """Run one token through the base to learn the shapes of its keys, values and recurrent states."""
+        """Run one token through the base model to find out the shapes of its keys, values and recurrent
+        states."""
         token = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         pack = attention.pack((1,), self._base.device)
         probe = CacheProbe(pack, states=({},))
@@ -434,8 +437,8 @@ class Decoder:
 def _repeat_prefixes(
     prefixes: Sequence[tuple[Tensor, Tensor]], batch: Sequence[Generation]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the prefix keys and values for each sequence that is in its first pass and whose adapter has
-    prefix keys. `prefixes` has one entry per such adapter."""
+    """Return the prefix keys and values (of prefix tuning) for each sequence that is in its first pass and
+    whose adapter has prefix keys. `prefixes` has one entry per such adapter."""
     by_adapter = dict(
         zip(dict.fromkeys(one.adapter for one in batch if one.prefix_keys), prefixes, strict=True)
     )

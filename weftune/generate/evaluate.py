@@ -56,8 +56,8 @@ from weftune.run.training.state import EvaluationSums
 PASS_ROWS = 4096
 """Maximum number of rows (tokens) of a pass; a longer sample has a pass of its own."""
 ShowProgress = Callable[[str, int, int | None], None]
-"""Callback that receives a description of the counted items, the number of finished items, and the total or
-None."""
+"""Callback that reports progress. It receives a description of the counted items, the number of finished
+items, and their total number, or None if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class EncodedRows:
     """Encoder with the tokenizer of the adapter."""
     samples: Samples
     rows: int
-    """Number of rows of the data from which `samples` were made."""
+    """Number of rows of data from which the samples were made."""
     notes: list[str]
-    """Sentences about rows that were skipped or truncated."""
+    """Sentences for the user about rows of data that were skipped or truncated."""
     virtual_rows: int = 0
     """Number of virtual tokens that the adapter inserts before every sample, as in prompt tuning."""
     virtual_keys: int = 0
@@ -167,7 +167,8 @@ def _recorded_settings(folder: Path) -> DataSpec:
 
 
 def _settings_with_format(table: Table, data: DataSpec) -> DataSpec | None:
-    """Return the data settings with a format that fits the table's first row; None if no format does."""
+    """Return the data settings, changed if necessary to a format that fits the table's first row. Return None
+    if no format fits."""
     row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
     if data.format != "auto" and has_columns(row, data.format):
         return data
@@ -245,8 +246,8 @@ def score_pairs(
     adapters: Mapping[str, Path],
     show_progress: ShowProgress,
 ) -> tuple[dict[str, EvaluationSums], dict[str, dict[str, float | None]]]:
-    """Return two mappings from adapters: one to the sums over the chosen samples, and one to the reward
-    metrics. The reward metrics of the base, which is the reference policy, are None."""
+    """Return two mappings from adapters: one to the sums of losses over the chosen samples, and one to the
+    reward metrics. The reward metrics of the base, which is the reference policy, are None."""
     references = {one.samples.fingerprint: name for name, one in encoded.items() if one.is_base}
     scored = dict(encoded)
     for name, one in encoded.items():

@@ -61,13 +61,14 @@ class DecodeGraphs:
 
 
 class DecodeGraph:
-    """One captured decode step and the tensors that it reads."""
+    """A CUDA graph of one decode step, and the tensors that the graph reads."""
 
     def __init__(
         self, adapted_base: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
     ) -> None:
         """Allocate the tensors for `count` sequences with up to `pages` pages each. `runs` is the maximum
-        number of groups of adjacent rows: one per adapter, one for the base alone and one of padding."""
+        number of runs, the groups of adjacent rows: one per adapter, one for the base alone and one of
+        padding."""
         device = adapted_base.base.device
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)

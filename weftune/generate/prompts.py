@@ -19,7 +19,8 @@ class PromptRow:
     index: int
     prompt: str | tuple[Message, ...]
     expected: str | None = None
-    """Content of the assistant's message at the end of the row, which is not part of the prompt."""
+    """Content of the assistant's message at the end of the row, which is not part of the prompt but the
+    expected answer. None if there is no such message."""
 
 
 def read_prompts(path: Path) -> list[PromptRow]:

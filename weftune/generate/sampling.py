@@ -34,13 +34,13 @@ class Sampling:
     top_p: float = 1.0
     """Total probability of the smallest set of most probable tokens to choose from."""
     repetition_penalty: float = 1.0
-    """Penalty for tokens in the prompt or the completion: positive logits are divided by it, negative ones
-    multiplied."""
+    """Factor that makes tokens of the prompt or the completion less probable: positive logits are divided by
+    the factor, and negative logits are multiplied by it."""
     presence_penalty: float = 0.0
     """Value subtracted from the logits of tokens that the completion contains."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence. The token that ends it is part of the generated tokens."""
+    """Tokens that end the sequence. The token that ends a sequence is part of the generated tokens."""
     prompt_logprobs: bool = False
     """Whether the log-probabilities of the prompt's tokens are computed."""
 

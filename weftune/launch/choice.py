@@ -91,7 +91,8 @@ def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
 
 
 def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
-    """Return which jobs the scheduler admits when the run starts. Raise PlanError if it can admit none."""
+    """Return which jobs the scheduler admits when the run starts. Raise PlanError if no job can be
+    admitted."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
     if not found.admitted_names:
         raise PlanError(
@@ -232,7 +233,8 @@ def _machine_per_share(case: PlanCase, machine: Machine, division: Division) -> 
 
 
 def _whole_machine(case: PlanCase) -> Machine:
-    """Return the machine for the requested numbers of processes, which may be `AUTO`."""
+    """Return a description of all devices as one machine, with the requested numbers of processes, which may
+    be `AUTO`."""
     options, devices, division = case.options, case.cluster.devices, requested_division(case)
     on_gpu = devices[0].is_gpu
     processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
@@ -267,8 +269,9 @@ def _link_between_workers(case: PlanCase) -> Link | None:
 
 
 def _find_profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
-    """Return the measurements that `weftune doctor --profile` has saved for this machine and base, or None.
-    On a CPU, `neighbours` is the number of processes that share its cores."""
+    """Return the profile (measured times) that `weftune doctor --profile` has saved for this machine and base
+    model, or None if there is none. On a CPU, `neighbours` is the number of processes that share its
+    cores."""
     if not case.on_this_machine:
         return None
     return find_local_profile(

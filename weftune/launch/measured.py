@@ -29,8 +29,8 @@ class MeasuredAblations:
     """Seconds per round (one global batch of every job) of the plan itself, measured before all ablations and
     after them. Their difference shows by how much measurements vary."""
     ablations: tuple[Ablation, ...]
-    """Ablations of the plan, each with its measured time if a run has an option that disables the
-    mechanism."""
+    """Ablations of the plan, in which one optimisation each is disabled. An ablation has a measured time if a
+    run has an option that disables the optimisation."""
 
 
 def measure_plan(

@@ -1,4 +1,5 @@
-"""The input of a plan: base, cluster and jobs, read without loading weights or importing torch."""
+"""The input of a plan (base model, cluster of devices, and jobs), read without loading weights or importing
+torch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ FEW_ROUNDS, MANY_JOBS = 2, 12
 many jobs have many samples and planning should take only seconds."""
 SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
 """Numbers of rows that are read from datasets that are not tokenised yet: the maximum and the minimum per
-dataset, and the total of all jobs. Planning should take only seconds, so not all rows are tokenised."""
+dataset, and the total number over all jobs. Planning should take only seconds, so not all rows are
+tokenised."""
 
 LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
@@ -124,8 +126,8 @@ class PlanCase:
 def read_case(
     run: RunSpec, cluster: Cluster, options: Options, *, on_this_machine: bool, max_steps: int | None = None
 ) -> PlanCase:
-    """Read the input of a plan: the jobs of `run` and the devices of `cluster`. The sizes of the base come
-    from its config.json."""
+    """Read the input of a plan: the jobs of `run` and the devices of `cluster`. The sizes of the base model
+    are computed from its config.json."""
     config = read_config(run.base)
     refuse_shards(run.base, config, max(1, options.shards))
     shape = spec_shape(run.base, config, bytes_per_value(run.base, cluster.devices[0].is_gpu))
@@ -212,9 +214,10 @@ def _job_total(
     max_steps: int | None,
     scores: bool,
 ) -> JobTotal:
-    """Return the steps, tokens and memory of the job's whole training, even if only the first rows of its
-    data were read. `scale` is the number of all rows divided by the number of rows read, or None if it is
-    unknown. `scores` says whether the reference policy scores the samples before the first step."""
+    """Return the number of steps, the tokens per step and the memory of the job's whole training, even if
+    only the first rows of its data were read. `scale` is the number of all rows divided by the number of rows
+    read, or None if it is unknown. `scores` says whether the reference policy scores the samples before the
+    first step."""
     order = samples.train.sample_order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)

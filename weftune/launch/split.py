@@ -59,8 +59,8 @@ from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
-"""Seconds without a message after which a process that trains a share of the jobs counts as lost. The time is
-long because Python's GIL may delay messages."""
+"""Seconds without a message after which a process that trains a share (a part) of the jobs counts as lost.
+The time is long because Python's GIL may delay messages."""
 USER_ERROR = 2
 """Exit code of the processes of a share (a subset of the jobs) if a user error has ended them."""
 SAMPLED_BATCHES = 16
@@ -229,8 +229,9 @@ def fitting_jobs(
 
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
-    """Return a model of training time. Its seconds come from a profile of the device, or else from the data
-    sheet of the device. If both are missing, its times have an arbitrary unit and can only be compared."""
+    """Return a model of training time. The model predicts seconds from a profile of the device or, without a
+    profile, from the device's data sheet. If both are missing, predicted times have an arbitrary unit and can
+    only be compared."""
     if machine.profile is not None:
         return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
@@ -436,9 +437,9 @@ def run_share(
 
 @contextmanager
 def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl | None]:
-    """Connect this process to the other workers of its share of the jobs. Yield a `WorkerControl` in the
-    first worker. Other workers execute its commands and then yield None. If there is only one process, yield
-    None."""
+    """Connect this process to the other workers that train the same share (part) of the jobs. Yield a
+    `WorkerControl` in the first worker. Other workers execute its commands and then yield None. If there is
+    only one process, yield None."""
     device = torch.device(options.device or "cpu")
     if workers > 1:
         position = read_position()

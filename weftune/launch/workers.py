@@ -48,9 +48,10 @@ from weftune.run.workers.worker import serve
 def connect_workers(
     worker: WorkerPosition, device: str | None, first_gpu: int = 0
 ) -> Iterator[WorkerControl | None]:
-    """Connect to the other workers. Yield a `WorkerControl`, which sends commands to them, in the first
-    worker. Other workers execute its commands until it ends them, and then yield None. If every worker has a
-    separate GPU, their GPUs begin with number `first_gpu`."""
+    """Connect this worker process to the other workers that hold parts of the same base model. Yield a
+    `WorkerControl`, which sends commands to them, in the first worker. Other workers execute its commands
+    until it ends them, and then yield None. If every worker has a separate GPU, their GPUs begin with number
+    `first_gpu`."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):

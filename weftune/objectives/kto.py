@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation (KTO) with its losses `kto` and `apo_zero_unpaired`, as in TRL's KTOTrainer.
 
-Shapes: B samples of a segment, M metrics.
+Shapes: B samples of a segment (a job's samples in one microbatch), M metrics.
 """
 
 from __future__ import annotations

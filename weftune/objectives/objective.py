@@ -3,7 +3,8 @@
 The field `needs` lists what planners and executors must provide. The losses are plain torch, and autograd
 computes their gradients. `weftune.run.passes.scorer` is the only caller.
 
-Shapes: S supervised rows of a segment, in row order; B samples of a segment; D hidden width; M metrics.
+Shapes: S supervised rows of a segment (a job's samples in one microbatch), in row order; B samples of a
+segment; D hidden width; M metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Needs:
     """The requirements of an objective beyond the log-probabilities of its samples."""
 
     group_size: int = 1
-    """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
+    """Number of consecutive samples of a global batch that must be in the same microbatch: 2 for preference
+    pairs, 1 for single samples."""
     mismatched_samples: bool = False
     """Whether mismatched samples, each a prompt with the answer to another prompt, are scored after the step
     before each global batch, and before each evaluation."""
@@ -53,7 +55,7 @@ class SampleScores:
     """Sum of the reference policy's log-probabilities over the supervised rows of each sample, without
     gradients. None unless `Needs.reference` is set."""
     values_B: Tensor | None = None
-    """Output of the scalar head for each sample."""
+    """Output of the scalar head (a trained vector) for each sample. None if the job has no scalar head."""
     is_desirable: tuple[bool, ...] = ()
     """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0

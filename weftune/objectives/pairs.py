@@ -1,5 +1,5 @@
-"""Functions that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment are the chosen
-and the rejected sample of a pair.
+"""Functions that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment (a job's samples
+in one microbatch) are the chosen and the rejected sample of a pair.
 
 Shapes: B samples of a segment, P pairs of them, M metrics.
 """

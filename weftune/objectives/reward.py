@@ -1,6 +1,6 @@
 """Training of reward models, as in TRL's RewardTrainer.
 
-Shapes: B samples of a segment, P pairs of them, M metrics.
+Shapes: B samples of a segment (a job's samples in one microbatch), P pairs of them, M metrics.
 """
 
 from __future__ import annotations
