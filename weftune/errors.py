@@ -33,7 +33,7 @@ class Mistake:
 
 
 class UserError(WeftuneError):
-    """An exception for one or more errors in the user's input."""
+    """One or more errors in the user's input."""
 
     def __init__(self, mistakes: str | Mistake | Iterable[Mistake]) -> None:
         if isinstance(mistakes, str):
@@ -45,41 +45,38 @@ class UserError(WeftuneError):
 
 
 class SpecError(UserError):
-    """An exception for an invalid jobs file, or for an invalid spec created in Python."""
+    """Raised if the jobs file, or a spec created in Python, is invalid."""
 
 
 class DataError(UserError):
-    """An exception for a dataset, or a row of it, that cannot be used."""
+    """A dataset, or a row of it, cannot be used."""
 
 
 class BaseModelError(UserError):
-    """An exception for a base model that cannot be found or loaded, or would not compute correct results."""
+    """The base model cannot be found or loaded, or would not compute correct results."""
 
 
 class WeightsLost(BaseModelError):
-    """An exception for a weight file, read in every optimizer step, that has changed or disappeared. The run
-    can be resumed."""
+    """A weight file that every optimizer step reads has changed or disappeared. The run can be resumed."""
 
 
 class OutputError(UserError):
-    """An exception for an output folder that cannot be written to, or contains files that do not belong to
-    this run."""
+    """The output folder cannot be written to, or contains files that do not belong to this run."""
 
 
 class AdapterError(UserError):
-    """An exception for an adapter folder that cannot be read, or does not fit the base model."""
+    """An adapter folder cannot be read, or does not fit the base."""
 
 
 class PlanError(UserError):
-    """An exception for jobs for which no plan exists on these devices. The message names the number that
-    rules a plan out, such as the bytes of memory."""
+    """No plan exists for these jobs on these devices. The message names the number that rules it out, such as
+    the bytes of memory."""
 
 
 class HostTooSmall(PlanError):
-    """An exception for a machine whose device has enough memory, but whose host does not have enough for the
-    tensors that are kept in host memory."""
+    """The device has enough memory, but the host does not have enough for the tensors that are kept in host
+    memory."""
 
 
 class MissingPackage(UserError):
-    """An exception for an optional package that is missing. The message contains the command that installs
-    it."""
+    """Raised if an optional package is missing. The message contains the command that installs it."""
