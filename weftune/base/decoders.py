@@ -45,9 +45,9 @@ class DecoderFacts:
     """Paths of the norms that are applied to every head of q and of k before the rotary embedding. None if
     there are no such norms."""
     norm_offset: float = 0.0
-    """Value added to the weights of all norms."""
-    norm_eps: str = "variance_epsilon"
     """Value that is added to the weights of all norms before they are applied."""
+    norm_eps: str = "variance_epsilon"
+    """Name of the attribute in which the module of a norm keeps its epsilon."""
     activation_key: str = "hidden_act"
     """Key of the model's config whose value names the activation function."""
     activations: tuple[str, ...] = ("silu",)
