@@ -1,5 +1,5 @@
-"""The sizes of a base (a `ModelShape`), computed from its config.json alone. They equal those of the loaded
-model."""
+"""The sizes of a base model (a `ModelShape`), computed from its config.json alone. They equal the sizes of
+the loaded model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
 _Linears = Sequence[tuple[str, int, int, bool]]
-"""Linears in the model's order, each as (path inside a layer, inputs, outputs, whether it has a bias)."""
+"""Linears of a layer in the model's order, each as a tuple: path inside the layer, input width, output width,
+whether it has a bias."""
 
 
 _Layer = tuple[tuple[SiteShape, ...], int]
@@ -40,8 +41,8 @@ count."""
 def _layer_sites(
     linears: _Linears, other_parameters: int, experts: Sequence[SiteShape] = (), transposed: bool = False
 ) -> _Layer:
-    """Return a layer with these linears and experts, and with `other_parameters` parameters besides
-    theirs."""
+    """Return a `_Layer` with the given linears and experts. `other_parameters` is the number of the layer's
+    parameters that belong to neither."""
     sites = (
         *(SiteShape(name, inputs, outputs, transposed) for name, inputs, outputs, _ in linears),
         *experts,
@@ -61,8 +62,8 @@ class _Parts:
     layers_path: str = "model.layers"
     """Module path of the list of layers."""
     embedding_projections: tuple[SiteShape, ...] = ()
-    """Sites (adaptable linears) next to the embedding, outside the layers. They come first in the order of
-    sites."""
+    """Sites (adaptable linears) next to the embedding, outside the layers. These sites come first in the
+    order of all sites."""
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -106,12 +107,13 @@ DEFAULTS: Mapping[str, Config] = {
         "linear_num_value_heads": 32,
     },
 }
-"""Maps each family to default values of keys that its config.json may omit."""
+"""Maps each model family to default values of keys that its config.json may omit."""
 
 
 def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
-    """Return the sizes of a base with this config.json, quantised as `spec` requests. Raise BaseModelError if
-    its family is unknown, or if its positions cannot be scaled as `spec` requests."""
+    """Return the sizes of the base model with this config.json, quantised as `spec` requests. Raise
+    BaseModelError if the model's family is unknown, or if its positions cannot be scaled as `spec`
+    requests."""
     shape, found = model_shape(config, spec.model, bytes_per_value), read_quantisation(config, spec)
     if spec.rope_scaling is not None:
         text = text_values(config) if config.get("model_type") in WRAPPERS else config
@@ -164,8 +166,8 @@ def can_be_sharded(spec: BaseSpec, config: Config, shards: int) -> bool:
 
 def has_half_layers(config: Config) -> bool:
     """Return whether the layers of a base with this config.json can run in two halves (attention and
-    feed-forward), so that the sums over shards of one microbatch overlap with the computation of another.
-    This requires fused layers."""
+    feed-forward), so that the sums over shards (tensor parallelism) of one microbatch overlap with the
+    computation of another microbatch. This requires fused layers."""
     text = text_values(config) if config.get("model_type") in WRAPPERS else config
     structure = DECODERS.get(str(text.get("model_type")))
     return (
@@ -194,8 +196,8 @@ def refuse_uneven_shards(heads: int, key_heads: int, intermediate_size: int, nam
 
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
-    """Return the sizes of the base `name` without quantisation. Raise BaseModelError if its family is
-    unknown."""
+    """Return the sizes of the base model `name` without quantisation. Raise BaseModelError if the model's
+    family is unknown."""
     wrapped = config.get("model_type") in WRAPPERS
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
@@ -245,8 +247,8 @@ def _configured_values(config: Config) -> dict[str, Any]:
 
 
 def _decoder_parts(structure: DecoderFacts, config: Config) -> _Parts:
-    """Return the layers and other parameters of a Llama-like model. Each layer has q, k, v and o, then gate,
-    up and down."""
+    """Return the sizes of the layers of a Llama-like model, and of its other parameters. Each layer has q, k,
+    v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     bias = structure.uses_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(structure.gate_up) == 2 else (2 * inner,)
@@ -278,8 +280,8 @@ def _norm_parameters(structure: DecoderFacts, config: Config) -> int:
 
 
 def _mixture_parts(structure: MixtureFacts, config: Config) -> _Parts:
-    """Return the layers and other parameters of a mixture of experts. Each layer has Llama-like attention,
-    then a router and experts or, in some models, an MLP that cannot be adapted."""
+    """Return the sizes of the layers of a mixture of experts, and of its other parameters. Each layer has
+    Llama-like attention, then a router and experts or, in some models, an MLP that cannot be adapted."""
     hidden, inner, layers = (
         int(config[key]) for key in ("hidden_size", structure.inner_width_key, "num_hidden_layers")
     )
@@ -308,8 +310,7 @@ def _head_counts(config: Config) -> tuple[int, int, int]:
 
 
 def _vocabulary_parameters(config: Config, hidden: int) -> int:
-    """Return the number of parameters of the embedding plus, unless they are tied, those of the output
-    layer."""
+    """Return the number of parameters of the embedding plus, unless the two are tied, of the output layer."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 
@@ -355,8 +356,8 @@ def _gpt2_parts(config: Config) -> _Parts:
 
 
 def _qwen3_5_parts(config: Config) -> _Parts:
-    """Return the layers and other parameters of a model with Gated DeltaNet in most layers and attention with
-    a gated q in all other layers."""
+    """Return the sizes of the layers, and of the other parameters, of a model with Gated DeltaNet in most
+    layers and attention with a gated q in all other layers."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _head_counts(config)
     bias = bool(config["attention_bias"])

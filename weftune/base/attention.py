@@ -27,15 +27,16 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 MIN_SEPARATED_ROWS = 4096
-"""Minimum mean number of rows per sample for which the attention of every sample is a separate kernel
-launch."""
+"""Minimum mean number of rows (tokens) per sample for which the attention of every sample is a separate
+kernel launch."""
 IGNORED_OPTIONS = frozenset({"position_ids", "cache_position", "position_embeddings"})
 """Keyword arguments of attention that `attend` ignores, because they took effect before it is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Samples that are concatenated along the rows: sample i is rows boundaries[i] to boundaries[i + 1]."""
+    """Samples that are concatenated along the rows (tokens): sample i has the rows from boundaries[i] to
+    boundaries[i + 1]."""
 
     lengths: tuple[int, ...]
     boundaries: Tensor
@@ -44,13 +45,13 @@ class Pack:
     """Whether all samples are equally long, so that they form an ordinary batch, for which faster kernels
     exist."""
     is_separated: bool = False
-    """Whether samples are so long that attention is faster with one kernel launch per sample than with one
-    for all samples."""
+    """Whether attention is computed with one kernel launch per sample, which is faster than one launch for
+    all samples if samples are long."""
     prefixes: Prefixes | GatheredPrefixes | None = None
-    """Prefix keys and values that adapters put before the samples. None if no job has any."""
+    """Prefix keys and values that adapters put before the samples. None if no adapter of the pack has any."""
     cache: KeyValueCache | None = None
-    """Keys and values of earlier rows of the samples, to which the rows of the pack also attend. None if the
-    pack contains all rows of every sample."""
+    """Keys and values of earlier rows of the samples, kept by earlier passes, to which the rows of the pack
+    also attend. None if the pack contains all rows of every sample."""
 
 
 class KeyValueCache(Protocol):
@@ -62,8 +63,8 @@ class KeyValueCache(Protocol):
         the sample's first pass."""
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:
-        """Add the keys and values of the pack's rows to the cache. Return the attention of these rows to all
-        cached rows of their samples, [T, H, D]."""
+        """Add the keys and values of the pack's rows (tokens) to the cache. Return the attention of these
+        rows to all cached rows of their samples, [T, H, D]."""
 
 
 ReadKeys = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -84,23 +85,26 @@ class Prefixes:
 @dataclass(frozen=True, slots=True)
 class GatheredPrefixes:
     """Prefix keys and values for a pass that is captured as a CUDA graph, in which index tensors select the
-    samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys and
-    with unused rows of zeros."""
+    samples. The samples with prefix keys are copied to Z separate rows, together with their prefix keys. Rows
+    among the Z that nothing is copied to are zero."""
 
     read_keys: ReadKeys
     pack: Pack
-    """Boundaries of the samples, with their prefix keys, in the Z rows."""
+    """Boundaries, within the Z gathered rows, of the samples with prefix keys, each together with its prefix
+    keys."""
     source_Z: Tensor
-    """For each of the Z rows, the index of the pack's row that it copies. Arbitrary for rows that are not a
-    copy."""
+    """For each of the Z gathered rows, the index of the pack's row that is copied there. Arbitrary for rows
+    that are not a copy."""
     is_copy_Z: Tensor
-    """Whether each of the Z rows is a copy of a row of the pack."""
+    """Whether each of the Z gathered rows is a copy of a row of the pack. The other rows are prefix keys or
+    zeros."""
     prefix_key_indices: tuple[Tensor, ...]
-    """For each job, the indices of its prefix keys among the Z rows, sample after sample."""
+    """For each job, the indices of its prefix keys among the Z gathered rows, sample after sample."""
     rows_R: Tensor
-    """Indices of the pack's rows whose samples have prefix keys. Some are repeated to fill the tensor."""
+    """Indices of those rows of the pack whose samples have prefix keys. Some indices are repeated to fill the
+    tensor."""
     copy_index_R: Tensor
-    """For each row in `rows_R`, the index of its copy among the Z rows."""
+    """For each row in `rows_R`, the index of its copy among the Z gathered rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +112,13 @@ class SampleRun:
     """Consecutive samples of a pack: all samples of one job with prefix keys, or samples without any."""
 
     rows: int
-    """Number of rows of the samples, not counting prefix keys."""
+    """Number of rows (tokens) of these samples together, not counting prefix keys."""
     pack: Pack
-    """Boundaries of the samples, each together with its prefix keys."""
+    """Boundaries of these samples in a tensor that has each sample's prefix keys before its rows."""
     rows_T: Tensor | None = None
-    """Indices of the samples' rows in `pack`. None if the samples have no prefix keys."""
+    """Indices, in the rows of `pack`, of the samples' own rows. None if the samples have no prefix keys."""
     keys_T: Tensor | None = None
-    """Indices of the prefix keys in `pack`. None if the samples have no prefix keys."""
+    """Indices, in the rows of `pack`, of the prefix keys. None if the samples have no prefix keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +140,8 @@ def pack(lengths: Sequence[int], device: torch.device) -> Pack:
 
 
 def with_prefixes(packed: Pack, counts: Sequence[int], jobs: Sequence[slice], read_keys: ReadKeys) -> Pack:
-    """Return the pack with counts[i] prefix keys before sample i. `jobs` contains, for each job with prefix
-    keys, the range of its samples."""
+    """Return the pack with counts[i] prefix keys (trained keys of an adapter) before sample i. `jobs`
+    contains, for each job with prefix keys, the range of its samples."""
     device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
     for job in (*jobs, slice(len(packed.lengths), None)):
         if plain := packed.lengths[sample : job.start]:
@@ -231,7 +235,7 @@ def attend_with_prefixes(
 
 
 def _scatter_rows(x_TGD: Tensor, pack: Pack, rows_T: Tensor) -> Tensor:
-    """Return a tensor with all rows of `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
+    """Return a tensor with as many rows as `pack`, in which row `rows_T[i]` is row i of `x_TGD` and all other
     rows are zero."""
     return x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, rows_T, x_TGD)
 
@@ -245,9 +249,9 @@ def _attend_gathered(
     rule: Rule,
     layer: int,
 ) -> Tensor:
-    """Return the attention, [T, H, D], of a pack in which some samples have prefix keys. All rows are
-    computed without prefix keys first; the results of samples with prefix keys are then replaced by results
-    that include these keys."""
+    """Return the attention, [T, H, D], of a pack in which some samples have prefix keys. First all rows are
+    computed without prefix keys; then the results of samples with prefix keys are replaced by results that
+    include these keys."""
     q_THD, k_TGD, v_TGD, q_ZHD, k_ZGD, v_ZGD = _CopyRows.apply(prefixes, q_THD, k_TGD, v_TGD)
     unprefixed_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     for (keys_PN, values_PN), at in zip(prefixes.read_keys(layer), prefixes.prefix_key_indices, strict=True):
@@ -333,8 +337,8 @@ def refuse_other_options(module: str, options: dict[str, Any]) -> None:
 
 
 def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
-    """Return the attention, [1, T, H, D], computed sample by sample. `torch.split` separates the samples,
-    since its backward writes each gradient only once."""
+    """Return the attention of packed samples, [1, T, H, D], computed by one kernel launch per sample.
+    `torch.split` separates the samples, since its backward writes each gradient only once."""
     samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
     sample_attention = attend_within if rule.softcap is None else attend_within_capped
     seen = [sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples]
@@ -404,8 +408,8 @@ def _largest_mask(
 
 
 def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
-    """Return the attention of one sample as `attend_within` does, with soft-capped scores: each score becomes
-    cap · tanh(score / cap)."""
+    """Return the attention of one sample, [1, H, rows, D], with soft-capped scores: each score becomes cap ·
+    tanh(score / cap)."""
     assert rule.softcap is not None
     groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
     scale = width**-0.5 if rule.scale is None else rule.scale
@@ -428,8 +432,8 @@ def visible_key_mask(rows: int, length: int, window: int | None, device: torch.d
 
 
 def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
-    """Return whether torch's variable-length attention kernel supports these tensors: half precision on a
-    recent GPU, and no soft-cap."""
+    """Return whether torch's variable-length attention kernel supports these tensors and parameters. It
+    requires half precision, a recent GPU, and no soft-cap."""
     width = q_THD.shape[-1]
     same = width == v_TGD.shape[-1]
     return rule.softcap is None and same and is_kernel_supported(q_THD.device, q_THD.dtype, width)
@@ -460,9 +464,9 @@ def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rul
 def attend_with_kernel(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, key_pack: Pack | None = None
 ) -> Tensor:
-    """Return the attention of packed samples, [T, H, D], computed by one kernel. If samples have more keys
-    than rows, `key_pack` contains the boundaries of the keys, and the rows are the last ones of the
-    samples."""
+    """Return the attention of packed samples, [T, H, D], computed by one kernel. If the samples have more
+    keys than rows in the pack, `key_pack` contains the boundaries of the keys, and the rows in the pack are
+    the last rows of their samples."""
     from torch.nn.attention.varlen import varlen_attn
 
     keys = key_pack or pack

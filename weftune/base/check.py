@@ -1,5 +1,5 @@
-"""Rules for which models can be a base: known families, unsupported model types, and a check at load that
-packed samples get the same logits as transformers computes for each sample alone.
+"""Rules for which models can be a base model: known families, unsupported model types, and a check at load
+that packed samples get the same logits as transformers computes for each sample alone.
 
 Shapes: T rows of the pack, L rows of one sample, V vocabulary.
 """
@@ -35,7 +35,7 @@ SUPPORTED_MODELS = (
 RESETTABLE_MODEL_TYPES = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers are reset at the start of every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
-"""Config keys whose value is a list with the type of each layer."""
+"""Keys of a model's config whose value is a list with the type of each layer."""
 RECURRENT = frozenset(
     {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 )
@@ -134,8 +134,8 @@ def check_packing(base: Base, attention_name: str) -> None:
 
 
 def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
-    """Return the lengths in tokens of the three samples of the check. One is longer than the sliding window
-    if the check has to cover the window."""
+    """Return the lengths in tokens of the three samples of the check. One sample is longer than the model's
+    sliding window if the check has to cover this window."""
     config, context = base.model.config, base.shape.context
     window = getattr(config, "sliding_window", None)
     longest = 12
@@ -150,7 +150,8 @@ def sample_lengths(base: Base, is_known_family: bool) -> tuple[int, ...]:
 
 
 def sample_tokens(length: int, base: Base) -> Tensor:
-    """Return tokens that are spread over the vocabulary and are the same in every call."""
+    """Return `length` token ids for the check of packing, which are spread over the vocabulary and equal in
+    every call."""
     return (torch.arange(length, device=base.device) * 7919 + 13 * length) % base.shape.vocabulary
 
 
@@ -186,13 +187,14 @@ def use_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 Decision = tuple[Tensor, ...]
-"""Output of a router for every token: its logits, and the weights and indices of the chosen experts."""
+"""Output of a router in a mixture of experts for every token: its logits, and the weights and indices of the
+chosen experts."""
 
 
 class Routing:
-    """Records and replays the decisions of a mixture's routers. If two experts have almost equal scores for a
-    token, a different rounding may select the other one. So when two computations of the same rows are
-    compared, the second uses the decisions of the first."""
+    """A recorder of the decisions of the routers in a mixture of experts, which can also replay them. If two
+    experts have almost equal scores for a token, a different rounding may select the other one. So when two
+    computations of the same rows are compared, the second uses the decisions of the first."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mixes = model.config.model_type in MIXTURES

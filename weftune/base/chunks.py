@@ -29,7 +29,7 @@ class LayerKeys:
     keys_LGD: Tensor
     values_LGD: Tensor
     requires_gradient: bool = False
-    """Whether the keys and values of any chunk written so far depend on a trained parameter."""
+    """Whether the keys and values of any chunk computed so far depend on a trained parameter."""
     gradients: tuple[Tensor, Tensor] | None = None
     """Gradients of keys and values, summed over the backwards so far. None before the first backward."""
 
@@ -46,7 +46,8 @@ class LayerKeys:
         return keys_LGD, values_LGD
 
     def read_heads_first(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the rows `rows` of the sample, [1, G, L, D]."""
+        """Return the keys and values of the rows `rows` of the sample with heads before rows, each [1, G, L,
+        D]."""
         return _heads_first(self.keys_LGD[rows]), _heads_first(self.values_LGD[rows])
 
     def add_gradients(self, rows: slice, gradients: Sequence[Tensor]) -> None:
@@ -62,14 +63,15 @@ class LayerKeys:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Return zeros for a sum over chunks, in float32 or a more precise dtype."""
+    """Return zeros of the same shape, for a sum over chunks, in float32 or, if that is more precise, in the
+    dtype of `x`."""
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(slots=True)
 class SampleKeys:
-    """The keys and values of one sample in the layers of this worker. They are kept from the forward of its
-    first chunk until the backward of its first chunk, which runs last."""
+    """The keys and values of one sample in the layers of this worker (process). They are kept from the
+    forward pass of the sample's first chunk until the backward pass of this chunk, which is the last."""
 
     rows: int
     """Number of rows of the whole sample."""
@@ -86,14 +88,15 @@ class SampleKeys:
 
 
 class ChunkKeys:
-    """The keys and values of a sample for the pass of one of its chunks. It implements `KeyValueCache`."""
+    """The keys and values of a sample during the pass of one of its chunks (consecutive rows). The class
+    implements `KeyValueCache`."""
 
     def __init__(
         self, sample: SampleKeys, start: int, prefix_keys: int = 0, read_prefix: ReadKeys | None = None
     ) -> None:
         """Prepare the pass of the chunk that begins with row `start` of the sample. `read_prefix` returns the
-        `prefix_keys` keys that the adapter puts before the sample. They are computed with the first chunk,
-        and all chunks attend to them."""
+        `prefix_keys` keys, with their values, that the adapter puts before the sample. These are computed
+        with the first chunk, and all chunks attend to them."""
         self._sample, self._start = sample, start
         self._prefix_keys, self._read_prefix = prefix_keys, read_prefix
 
@@ -124,8 +127,8 @@ class ChunkKeys:
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """The attention of a chunk to its own keys, which are written to memory, and to those of earlier
-    chunks."""
+    """An autograd function for the attention of a chunk to its own keys, which it writes to memory, and to
+    the keys of the sample's earlier chunks."""
 
     @staticmethod
     def forward(
@@ -160,8 +163,8 @@ class _ChunkAttention(torch.autograd.Function):
 
 
 def _sees_all_earlier_keys(q_THD: Tensor, v_TGD: Tensor, rule: Rule, length: int) -> bool:
-    """Return whether rows on a CPU attend to all keys before them, of which there are at most `length`, by
-    PyTorch's kernel."""
+    """Return whether every row on a CPU attends to all keys before it (no sliding window cuts off any of
+    `length` keys) and PyTorch's kernel can compute this attention."""
     is_limited = rule.softcap is not None or (rule.window is not None and rule.window < length)
     return q_THD.device.type == "cpu" and q_THD.shape[-1] == v_TGD.shape[-1] and not is_limited
 
@@ -173,7 +176,7 @@ class _SplitAttention(torch.autograd.Function):
     Neither part needs a mask: the kernel is causal in the first part, and a row attends to every key of the
     second one. With a mask, PyTorch would also compute the scores that the mask hides. The two results are
     added with the weights of their softmax sums. Given the result and the sums of both parts together, the
-    backward of a part returns its share of the gradients.
+    backward of a part returns that part's contribution to the gradients.
     """
 
     @staticmethod

@@ -40,7 +40,7 @@ CONVERT = (
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """Return the values of the base's config.json. This does not check whether the model can be a base."""
+    """Return the values of the base's config.json. Whether the model can be a base is not checked."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetch_from_hub(spec)
     try:
@@ -69,7 +69,8 @@ def bytes_per_value(spec: BaseSpec, on_gpu: bool) -> int:
 
 
 def model_folder(spec: BaseSpec) -> str:
-    """Return the base's local folder or its Hub id. Raise if the base would have to be converted first."""
+    """Return the base's local folder or its Hub id. Raise BaseModelError if the base is a GGUF file that has
+    not been converted yet."""
     if spec.model == DEMO:
         return _converted_folder(cache_folder() / "demo", "*", spec)
     path = Path(spec.model).expanduser()
@@ -79,7 +80,7 @@ def model_folder(spec: BaseSpec) -> str:
 
 
 def local_folder(spec: BaseSpec) -> str | None:
-    """Return the model folder that the spec names, or None if it names no existing folder."""
+    """Return the local folder that the spec names as the model, or None if there is no such folder."""
     path = Path(spec.model).expanduser()
     if not path.is_dir():
         return None
@@ -90,7 +91,7 @@ def local_folder(spec: BaseSpec) -> str | None:
 
 
 def refuse_missing_base(spec: BaseSpec) -> None:
-    """Raise if the Hub does not have this base. This sends one request."""
+    """Raise BaseModelError if the Hugging Face Hub does not have this base model. This sends one request."""
     if sentence := absence_reason(spec.model, "model", spec.revision):
         raise BaseModelError(sentence)
 

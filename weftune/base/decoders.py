@@ -17,9 +17,9 @@ from weftune.core.shapes import EXPERT_PARAMETERS, TEXT_TOWER, SiteShape, is_nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """The structure of a layer: norm → q,k,v → rotary → attention → o, and norm → gate,up → activation →
-    down, each branch with a residual connection. Names are module paths inside a layer; the defaults are
-    Llama's."""
+    """The structure of a decoder layer in a model family: norm → q,k,v → rotary → attention → o, and norm →
+    gate,up → activation → down, each branch with a residual connection. Names are module paths inside a
+    layer; the defaults are Llama's."""
 
     config: Mapping[str, Any]
     """Default values of keys that the family's config.json may omit."""
@@ -33,20 +33,23 @@ class DecoderFacts:
     qkv_bias: bool | None = None
     """Whether q, k and v have biases. None means that `attention_bias` in the config decides."""
     uses_biases: bool = True
-    """Whether `attention_bias` and `mlp_bias` in the config have an effect."""
+    """Whether the keys `attention_bias` and `mlp_bias` of the model's config decide which linears have
+    biases."""
     norm_before_attention: str = "input_layernorm"
     norm_after_attention: str | None = None
-    """Norm of the attention branch's output, before the residual is added. None if there is no such norm."""
+    """Path of the norm that is applied to the attention branch's output, before the residual is added. None
+    if there is no such norm."""
     norm_before_mlp: str = "post_attention_layernorm"
     norm_after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
-    """Norms applied to every head of q and of k before the rotary embedding."""
+    """Paths of the norms that are applied to every head of q and of k before the rotary embedding. None if
+    there are no such norms."""
     norm_offset: float = 0.0
-    """Value added to the weights of all norms."""
+    """Value that is added to the weights of all norms before they are applied."""
     norm_eps: str = "variance_epsilon"
-    """Name of the attribute in which a norm's module keeps its eps."""
+    """Name of the attribute in which the module of a norm keeps its epsilon."""
     activation_key: str = "hidden_act"
-    """Key of the activation in the config."""
+    """Key of the model's config whose value names the activation function."""
     activations: tuple[str, ...] = ("silu",)
     """Activation functions that fused layers support. Layers with other activation functions run as in
     transformers."""
@@ -71,7 +74,7 @@ COMMON: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Default values of config keys that most families share."""
+"""Default values of config keys that most model families share."""
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 DECODERS: Mapping[str, DecoderFacts] = {
@@ -139,12 +142,12 @@ DECODERS: Mapping[str, DecoderFacts] = {
         activations=("gelu_pytorch_tanh",),
     ),
 }
-"""Maps a model type to its properties."""
+"""Maps the model type of a Llama-like family to the structure of its layers."""
 
 
 def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
-    """Return how many more values per token a fused layer of this family keeps for its backward than a Llama
-    layer with the same linears. 0 if the family's layers are not fused."""
+    """Return how many more values per token a fused layer (Weftune's own layer code) of this family keeps for
+    its backward pass than a Llama layer with the same linears. 0 if the family's layers are not fused."""
     if (structure := DECODERS.get(family)) is None:
         return 0
 
@@ -161,7 +164,7 @@ def extra_value_count(family: str, sites: Sequence[SiteShape]) -> int:
 
 def query_width(family: str, sites: Sequence[SiteShape]) -> int:
     """Return the number of values per token of all query heads, which is the width of attention's output. 0
-    if the family's layers are not fused."""
+    if the family's layers run as in transformers."""
     mixture = MIXTURES.get(family)
     structure = DECODERS.get(family) if mixture is None else mixture.attention
     if structure is None:
@@ -176,7 +179,8 @@ def query_width(family: str, sites: Sequence[SiteShape]) -> int:
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"
 """Module paths of the experts and of the router inside a layer."""
 GATE_UP, DOWN = EXPERT_PARAMETERS
-"""Parameters of the experts' module: [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
+"""Names of two parameters of the module with a layer's experts: gate and up together, [experts, 2 · inner,
+hidden], and down, [experts, hidden, inner]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +236,7 @@ MIXTURES: Mapping[str, MixtureFacts] = {
         stored_names=("gate_proj", "up_proj", "down_proj"),
     ),
 }
-"""Maps a model type to its properties."""
+"""Maps the model type of a mixture-of-experts family to the structure of its layers."""
 
 
 # -- wrappers: only their text tower is trained, under the names that it has in the wrapper, so that PEFT and
@@ -250,9 +254,9 @@ SAME_ON_TEXT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000}),
 }
 """Maps a text tower without its own causal model class to the family that computes the same on text, and
-default values that differ. (Qwen3-VL rotates by three positions, which are equal for text.)"""
+default values that differ. For example, Qwen3-VL rotates by three positions, which are equal for text."""
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Config keys of the rotary embedding that have no effect on text."""
+"""Keys in a config's RoPE parameters that have an effect on images only."""
 
 
 def text_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from weftune.core.deterministic import are_kernels_deterministic
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
 """Names of the layer classes in transformers that this module supports."""
 CHUNK = 64
-"""Number of rows per chunk of the recurrence. Transformers pads samples to a multiple of this number."""
+"""Number of rows (tokens) per chunk of the DeltaNet recurrence. Transformers pads samples to a multiple of
+this number."""
 
 
 def separate_samples(model: PreTrainedModel) -> None:
@@ -41,7 +42,7 @@ def separate_samples(model: PreTrainedModel) -> None:
 
 class PackedDeltaNet:
     """A forward of a Gated DeltaNet layer, with transformers' signature, that keeps packed samples separate.
-    Without a pack it calls the original forward."""
+    If it is called without a pack, it runs the original forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -89,7 +90,8 @@ class PackedDeltaNet:
     def _samples(
         self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the inputs of the convolution, the step sizes and the decays of each sample."""
+        """Return the inputs of the convolution, the step sizes and the decays of the DeltaNet layer for each
+        sample."""
         decay_TH = -self._module.A_log.float().exp() * softplus(a_TH.float() + self._module.dt_bias)
         return list(zip(*(x.split(lengths) for x in (qkv_TN, b_TH.sigmoid(), decay_TH)), strict=True))
 
@@ -127,8 +129,8 @@ class PackedDeltaNet:
         matrix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs of the recurrence and its last state. The first `earlier_inputs` rows belong to
-        an earlier pass and are inputs of the convolution only; `matrix` is the state of the recurrence after
-        that pass."""
+        an earlier pass and enter the convolution only, not the recurrence; `matrix` is the state of the
+        recurrence after that pass."""
         module = self._module
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
         qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT[
@@ -173,8 +175,8 @@ def deterministic_sums() -> AbstractContextManager[object]:
 
 
 def group_by_chunk_count(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the indices of samples, grouped by their number of chunks: samples of one group can be a batch
-    without more padding than each needs alone."""
+    """Return the indices of samples, grouped by their number of chunks of the DeltaNet recurrence: samples of
+    one group can be a batch without more padding than each needs alone."""
     groups: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         groups.setdefault(-(-length // CHUNK), []).append(index)

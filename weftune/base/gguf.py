@@ -1,4 +1,5 @@
-"""Conversion of GGUF files to ordinary model folders, once, in the cache.
+"""Conversion of GGUF files to ordinary model folders. A file is converted once, and the folder is kept in the
+cache.
 
 Transformers takes half a minute to read a GGUF file and loses a part of its tokenizer; the folder loads in a
 second, with a complete tokenizer. The header of a file is checked first: its lengths and counts are 64-bit
@@ -48,8 +49,8 @@ CHECKSUMS = "checksums.json"
 PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
-"""Values of the GGUF key `tokenizer.ggml.pre` for which every digit is a separate token. Transformers drops
-this rule."""
+"""Values of the GGUF key `tokenizer.ggml.pre` for which every digit is a separate token. Transformers loses
+this rule when it converts the tokenizer."""
 BYTE_LEVEL = frozenset({"", "default", "gpt-2"})
 """Values of the GGUF key `tokenizer.ggml.pre` for which the pre-tokenizer has no other rule than splitting
 into bytes."""
@@ -65,7 +66,8 @@ MAX_TENSORS = 100_000
 MAX_KEY_BYTES = 65_535
 MAX_DIMENSIONS = 4
 LENGTH_KEYS = ("context_length", "window")
-"""Substrings of the names of header keys whose values are lengths in tokens, not dimensions of a tensor."""
+"""Substrings of the names of those keys of a GGUF header whose values are lengths in tokens, not dimensions
+of a tensor."""
 MAX_LENGTH = 2**27
 
 
@@ -126,8 +128,8 @@ def find_damaged_file(folder: Path) -> str:
 
 @cache
 def _find_damaged(folder: Path, file_states: tuple[tuple[str, int, int], ...]) -> str:
-    """Return the name of a damaged file of a converted folder, or "", as `find_damaged_file` does. The result
-    is cached until `file_states`, the name, size and modification time of each file, changes."""
+    """Return the name of a damaged file of a converted folder, or "" if all files are intact. The result is
+    cached until `file_states`, the name, size and modification time of each file, changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():
@@ -152,7 +154,7 @@ def file_checksums(path: Path) -> list[int]:
 
 
 def delete_gguf_cache(folder: Path) -> None:
-    """Delete a converted folder. It is renamed first, so that no process finds it half deleted."""
+    """Delete a converted folder. The folder is renamed first, so that no process finds it half deleted."""
     aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
         folder.rename(aside)
@@ -204,8 +206,8 @@ def refuse_oversized_header(file: Path) -> None:
 @contextmanager
 def cache_reads(gguf: Any) -> Iterator[None]:
     """Cache the parsed GGUF file and a model's tensor names within the context. Otherwise transformers parses
-    the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the names
-    again for every module."""
+    the file for the tokenizer, the config and the weights, which takes seconds each time, and lists the
+    tensor names again for every module."""
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
@@ -366,7 +368,8 @@ class GgufHeader:
         self._file.seek(size, os.SEEK_CUR)
 
     def _read_tensor(self) -> tuple[int, int]:
-        """Read a tensor's header. Return the offset of its data and their size in bytes."""
+        """Read a tensor's header. Return the offset of the tensor's data in the file, and the size of the
+        data in bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, dimensions = self._read_name(), self._read_number(4)

@@ -1,6 +1,6 @@
-"""Loading of a base, its shape or its tokenizer. The user names the base as the demo, a GGUF file, a local
-folder, or a Hub id. Of a multimodal model, only the text tower is loaded; its modules keep the names that
-they have in the multimodal model."""
+"""Loading of a base model, its shape (sizes) or its tokenizer. The user names the base as the demo, a GGUF
+file, a local folder, or a Hub id. Of a multimodal model, only the text tower is loaded; the tower's modules
+keep the names that they have in the multimodal model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Tower(nn.Module):
 
 
 def model_source(spec: BaseSpec) -> str:
-    """Return the base's folder, converted if necessary, or its Hub id, for `from_pretrained`."""
+    """Return the folder of the base model, converted from GGUF if necessary, or its Hub id, for
+    `from_pretrained`."""
     if spec.model == DEMO:
         return str(demo_folder())
     path = Path(spec.model).expanduser()
@@ -168,7 +169,8 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
 
 @phase(Phase.LOADING)
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
-    """Return the sizes of the base on `device`, by default the best one, from its config alone."""
+    """Return the sizes of the base model on `device`, computed from its config alone. By default, `device` is
+    the best one of this machine."""
     source = model_source(spec)
     config = load_config(spec, source)
     dtype = base_dtype(spec, device or best_device())
@@ -183,7 +185,8 @@ def load_base(spec: BaseSpec, device: torch.device) -> Base:
 
 
 def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """Return the model without Weftune's changes, loaded directly to the device."""
+    """Return the base model as transformers has it, without Weftune's attention and fused layers, loaded
+    directly to the device."""
     where = model_source(spec)
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
@@ -257,7 +260,8 @@ def _refuse_missing_weights(spec: BaseSpec, config: BaseConfig, names: Collectio
 
 
 def load_config(spec: BaseSpec, location: str) -> BaseConfig:
-    """Return the config of the model that is trained. For a multimodal model, this is its text tower."""
+    """Return the config of the model that is trained. For a multimodal model, this is the config of its text
+    tower."""
     with wrap_load_errors(spec):
         config = AutoConfig.from_pretrained(location, revision=spec.revision, trust_remote_code=False)
         found = _base_config(config, spec, location)
@@ -276,7 +280,7 @@ def load_config(spec: BaseSpec, location: str) -> BaseConfig:
 
 
 def _scale_rope(config: PretrainedConfig, spec: BaseSpec) -> None:
-    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these,
+    """Set the keys of the rotary embedding in a config as the spec's rope scaling requests. From these keys,
     transformers computes the frequencies and the factor of cosines and sines."""
     if spec.rope_scaling is not None and not hasattr(config, "rope_parameters"):
         raise no_rope_error(config.model_type, spec)
@@ -310,7 +314,7 @@ def is_tower(model: PreTrainedModel) -> bool:
 
 
 def wrap_as_tower(model: PreTrainedModel) -> PreTrainedModel:
-    """Rename the modules and weights of a text model to their names in a wrapper."""
+    """Rename the modules and weights of a text model to the names that they have in a multimodal model."""
     tied = model._tied_weights_keys or {}
     setattr(model, model.base_model_prefix, Tower(model.base_model))
     model._tied_weights_keys = {
@@ -347,8 +351,9 @@ def best_device() -> torch.device:
 
 
 def _current_gpu() -> torch.device:
-    """Return the current GPU with its index, which torch needs for memory queries. It is 0 in a process that
-    has not initialised CUDA: querying torch would do so, even in processes that only launch others."""
+    """Return the current GPU with its index, which torch needs for memory queries. The index is 0 in a
+    process that has not initialised CUDA: querying torch would initialise it, even in processes that only
+    launch others."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 

@@ -28,12 +28,14 @@ from weftune.core.weights import Head, WeightHolder
 from weftune.errors import BaseModelError
 
 DEFAULT_DEVIATION = 0.02
-"""Standard deviation with which transformers initialises linears of families whose config has none."""
+"""Standard deviation with which transformers initialises linears of model families whose config has no such
+value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """A pretrained causal language model, frozen, in eval mode, with Weftune's attention."""
+    """A pretrained causal language model whose weights are frozen, in eval mode, with Weftune's attention for
+    packed samples."""
 
     model: PreTrainedModel
     spec: BaseSpec
@@ -45,8 +47,8 @@ class Base:
     With several stages, the range extends from the start of the worker's first stage to the end of its
     last."""
     all_sites: tuple[SiteShape, ...] = ()
-    """Sites (adaptable linears) of all stages, with the sizes of whole linears also where layers are sharded.
-    Empty if the whole base is on this worker."""
+    """Sites (adaptable linears) of all pipeline stages, with the sizes of whole linears even if layers are
+    divided into shards. Empty if the whole base is on this worker."""
     read_stored: Callable[[str], Tensor | None] | None = None
     """Function from the name of a parameter to its whole value if it is streamed or divided among shards, and
     to None otherwise. The field is None if no parameter is streamed or divided."""
@@ -79,8 +81,8 @@ class Base:
 
     @property
     def trained_sites(self) -> tuple[SiteShape, ...]:
-        """Sites (adaptable linears) whose adapter parameters this worker stores and updates: those of its
-        layers, with the sizes of whole linears also where layers are sharded."""
+        """Sites (adaptable linears) whose adapter parameters this worker stores and updates. They are the
+        sites of its layers, with the sizes of whole linears even if layers are divided into shards."""
         if not self.slices:
             return self.shape.sites
         return tuple(site for site in self.all_sites if site.name in self.slices)
@@ -104,15 +106,15 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Return a dict from the path of each site to its module: first adaptable linears, in the model's
-        order, then experts, by the paths of their parameters."""
+        """Return a dict from the path of each site (where adapters can attach) to its module: first adaptable
+        linears, in the model's order, then experts, by the paths of their parameters."""
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """Return a function from the path of a site or of the embedding to its weight [N, K], on the device
-        or the host. For the embedding's path with `.embed_scale` appended, it returns the factor by which
-        embeddings are multiplied; for the path of a scalar head, the standard deviation of the head's initial
-        values."""
+        """Return a function from the path of a site (an adaptable linear) or of the embedding to its weight
+        [N, K], on the device or the host. For the embedding's path with `.embed_scale` appended, the function
+        returns the factor by which embeddings are multiplied, and for the path of a scalar head, the standard
+        deviation of the head's initial values."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
@@ -158,8 +160,8 @@ class Base:
         self, microbatch: Microbatch, pack: attention.Pack | None = None, input_TD: Tensor | None = None
     ) -> Tensor:
         """Compute the last hidden states h_TD; the last stage also applies the final norm. A given `pack`
-        replaces the microbatch's own sample lengths. `input_TD` are the hidden states of the previous stage;
-        the first stage computes the embeddings of the tokens instead."""
+        replaces the boundaries of samples that the microbatch's lengths imply. `input_TD` are the hidden
+        states of the previous stage; the first stage computes the embeddings of the tokens instead."""
         assert (input_TD is None) == self.is_first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
         assert pack.max_length <= self.shape.context, "a sample is longer than the base has positions for"
@@ -194,7 +196,8 @@ def initial_deviation(config: PretrainedConfig) -> float:
 
 
 def isolate_samples(model: PreTrainedModel) -> None:
-    """Make every layer that mixes rows treat the samples of a pack separately."""
+    """Change every layer that mixes rows (attention and recurrent layers) so that the samples of a pack do
+    not affect one another."""
     attention.register_attention()
     model.set_attn_implementation(attention.NAME)
     separate_samples(model)

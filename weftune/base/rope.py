@@ -1,5 +1,5 @@
-"""The context of a base (the maximum number of tokens per sample) according to its config, and its extension
-by RoPE scaling. This module does not import torch."""
+"""The context of a base model (the maximum number of tokens per sample) according to its config, and its
+extension by RoPE scaling. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SCALING_KEYS = {"type", *(key for keys in ROPE_KEYS.values() for key in keys)}
 
 
 def context_length(config: Config) -> int:
-    """Return the maximum number of tokens per sample. For a base with LongRoPE this is the original context,
-    since a longer sample would change the rotation of all rows of a pack."""
+    """Return a model's context: the maximum number of tokens per sample. For a base with LongRoPE this is the
+    original context, since a longer sample would change the rotation of all rows of a pack."""
     longest, rope = _position_count(config), _rope_values(config)
     for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
         if _rope_type(one) in LONG_ROPE:
@@ -34,16 +34,16 @@ def context_length(config: Config) -> int:
 
 
 def unscaled_context(config: Config) -> int | None:
-    """Return the context in tokens before any rope scaling. The `factor` of a rope scaling multiplies this
-    number. None if the context cannot be extended."""
+    """Return the context (maximum tokens per sample) of a model before any RoPE scaling. The `factor` of a
+    RoPE scaling multiplies this number. None if the context cannot be extended."""
     if config.get("model_type") in (*LEARNED_POSITION_FAMILIES, *LONG_ROPE_FAMILIES):
         return None
     return round(_original_context(config))
 
 
 def scaled_rope_values(config: Config, spec: BaseSpec) -> dict[str, Any]:
-    """Return the new values of the config keys that `spec.rope_scaling` changes. The dict is empty if the
-    spec has no rope scaling."""
+    """Return the new values of those keys of the model's config that `spec.rope_scaling` changes. The dict is
+    empty if the spec has no rope scaling."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {}
@@ -98,7 +98,7 @@ def _rope_values(config: Config) -> Mapping[str, Any]:
 
 
 def _full_attention_rope(config: Config) -> Mapping[str, Any]:
-    """Return the RoPE parameters of the full-attention layers."""
+    """Return the RoPE parameters that a config gives for full-attention layers."""
     return _rope_values(config).get(FULL_ATTENTION_KEY) or _rope_values(config)
 
 
@@ -111,7 +111,8 @@ def _position_count(config: Config) -> int:
 
 
 def _original_context(config: Config) -> float:
-    """Return the context with which the base was trained before its own rope scaling, if it has one."""
+    """Return the context, in tokens, with which the base was trained before its config's own RoPE scaling.
+    Without such a scaling, this is the config's context."""
     own = _full_attention_rope(config)
     if original := own.get(ORIGINAL) or config.get(ORIGINAL):
         return float(original)

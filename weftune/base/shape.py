@@ -1,4 +1,4 @@
-"""The sizes of a transformers model, real or on the meta device."""
+"""The sizes of a transformers model, which is loaded or on the meta device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weftune.core.weights import Weight, WeightHolder, is_coded, stored_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from module path to linear. The output layer is left out and, in a mixture of experts, so
-    are linears outside attention, which a few layers may have: PEFT would take their names for those of
-    experts."""
+    """Return a dict from module path to linear. The output layer is left out. In a mixture of experts,
+    linears outside attention, which a few layers may have, are left out as well: PEFT would take their names
+    for names of experts."""
     output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
         name: module
@@ -30,7 +30,8 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a dict from path to the module with all experts of a layer; empty without experts."""
+    """Return a dict from module path to the module with all experts of a layer. The dict is empty for a model
+    without experts."""
     if model.config.model_type not in MIXTURES:
         return {}
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}

@@ -51,7 +51,7 @@ from weftune.core.shards import ShardTeam, SumOverShards, VocabularyShard, indic
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a model's attention and feed-forward."""
+    """Sizes of a model's attention and feed-forward, from which the parts of a shard follow."""
 
     heads: int
     key_heads: int
@@ -62,8 +62,8 @@ class _Sizes:
 
 ReadWhole = Callable[[str], Tensor | None]
 """Function from the name of a parameter to its whole weight, from which some kinds of adapters are
-initialised. It returns None for parameters other than the embedding and the weights of sites (adaptable
-linears)."""
+initialised. The function returns None for parameters other than the embedding and the weights of sites
+(adaptable linears)."""
 
 
 def _read_no_weight(_: str) -> None:
@@ -77,7 +77,7 @@ class ModelShard:
 
     team: ShardTeam
     whole: ModelShape
-    """Sizes of the whole base."""
+    """Sizes of the whole base model, before it is cut."""
     slices: Mapping[str, SiteSlice]
     """Maps each site (an adaptable linear) of these layers to the part that this shard keeps."""
     read_whole: ReadWhole = _read_no_weight
@@ -208,7 +208,7 @@ def cut_model(
     kept_layers: Sequence[LayerRange],
     read_whole: ReadWhole = _read_no_weight,
 ) -> ModelShard:
-    """Cut `model` in place to one shard of the stages `kept_layers`, and return which parts were kept. The
+    """Cut `model` in place to one shard of the layers in `kept_layers`, and return which parts were kept. The
     model may be without weights."""
     _refuse_config(model.config, spec.model, team.shards)
     refuse_modules(model, spec.model)
@@ -256,7 +256,8 @@ def local_site(site: SiteShape, part: SiteSlice) -> SiteShape:
 
 
 def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tuple[str, ParameterSlice]]:
-    """Yield the name of each parameter of which this shard holds only a part, together with that part."""
+    """Yield the name of each parameter of which this shard (tensor-parallel slice) has only a part, together
+    with that part."""
     vocabulary = shard.vocabulary
     for site in shard.whole.sites:
         if (part := shard.slices.get(site.name)) is None:
@@ -274,7 +275,7 @@ def _parameter_slices(model: PreTrainedModel, shard: ModelShard) -> Iterator[tup
 
 
 def _local_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of `model` that are on this worker."""
+    """Return the decoder layers of `model` that are on this worker, without placeholders of other layers."""
     layers = cast(nn.ModuleList, getattr(find_decoder(model), ENDS[model.config.model_type].layers))
     return [layer for layer in layers if not isinstance(layer, Elsewhere)]
 
@@ -345,7 +346,7 @@ def _shift_range(part: tuple[int, int], offset: int) -> tuple[int, int]:
 
 
 def _cut_weight(linear: nn.Linear, part: SiteSlice) -> None:
-    """Keep only a part of a linear's weight."""
+    """Replace a linear's weight by the part that this shard keeps."""
     kept = indices_in_whole(part, linear.weight.device)
     weight_NK = linear.weight.index_select(1 if part.cuts_inputs else 0, kept)
     linear.weight = nn.Parameter(weight_NK, requires_grad=False)
@@ -361,8 +362,8 @@ def _cut_bias(bias: nn.Parameter | None, part: SiteSlice) -> nn.Parameter | None
 
 
 def _set_head_counts(attention: nn.Module, sizes: _Sizes, team: ShardTeam) -> None:
-    """Set the head counts of an attention module and its config to those of the shard, since some families
-    read them."""
+    """Set the head counts of an attention module and its config to the shard's numbers of heads, since the
+    forward of some families reads them."""
     first, last = _key_head_range(sizes, team)
     counts = {"num_attention_heads": sizes.heads // team.shards, "num_key_value_heads": last - first}
     config = copy.copy(attention.config)

@@ -39,7 +39,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float | None, Bound(above=0)] = None
 
     def values(self) -> dict[str, Any]:
-        """Return the keys that are not None, with their values."""
+        """Return the keys of the RoPE scaling that are not None, with their values."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -57,7 +57,8 @@ ROPE_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSpec:
-    """The base: `model` is a Hub id, a local folder, a GGUF file, or `demo`."""
+    """The user's specification of the base model: `model` is a Hub id, a local folder, a GGUF file, or
+    `demo`."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -68,14 +69,14 @@ class BaseSpec:
     quantize: Quantize | None = None
     """Quantisation format of the layers' weights. None keeps the format of the base's files."""
     rope_scaling: RopeScaling | None = None
-    """Extension of the context. None keeps the positions of the base's config."""
+    """RoPE scaling, which extends the base's context. None keeps the positions of the base's config."""
     written: str | None = None
     """Name of the model as the user wrote it, if `model` is its absolute path. Users cannot set this field in
     jobs.yaml."""
 
     @property
     def published_name(self) -> str:
-        """Name of the base in the config of an exported adapter."""
+        """Name of the base model that is written into the config of an exported adapter."""
         return DEMO_HUB_ID if self.model == DEMO else self.written or self.model
 
     @classmethod

@@ -37,14 +37,14 @@ from weftune.errors import BaseModelError
 
 @dataclass(frozen=True, slots=True)
 class EndModules:
-    """Names of a decoder's list of layers and of the modules before and after it, as attributes of the
-    decoder of one model family."""
+    """Names, in a decoder of one model family, of the attributes that hold its list of layers and the modules
+    before and after the layers."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """Module of learned positions, whose output is added to the embedding in the first stage only. None if
-    the family has no such module."""
+    """Name of the module of learned positions, whose output is added to the embedding in the first stage
+    only. None if the family has no such module."""
     before_layers: tuple[str, ...] = ()
     """Paths of other modules between the embedding and the layers. A model may not have them."""
     after_layers: tuple[str, ...] = ("norm",)
@@ -114,8 +114,8 @@ def refuse_unknown_family(config: PretrainedConfig, name: str) -> None:
 def make_stage_base(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, local_layers: LayerRange, whole: ModelShape
 ) -> Base:
-    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` reduced to the stage
-    `local_layers`. `whole` is the shape of the whole base."""
+    """Return a frozen base, with Weftune's attention, for a model that `keep_stages` has reduced to the
+    layers `local_layers`. `whole` is the shape (sizes) of the whole base."""
     refuse_modules(model, spec.model)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -158,7 +158,7 @@ def keep_stages(model: PreTrainedModel, *layer_ranges: LayerRange) -> None:
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the module of a model whose children are the layers, embedding and final norm. In OPT and in
-    text towers it is nested one level deeper."""
+    text towers, this module is nested one level deeper than in other models."""
     base = model.base_model
     if isinstance(base, Tower):
         return base.language_model

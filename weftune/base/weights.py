@@ -48,7 +48,7 @@ EXTRA_FILES = (
 """Names of files in a multimodal model's folder that are not weights, config or tokenizer."""
 
 Fill = Callable[[str, Tensor], None]
-"""Function (name of a parameter, tensor) that writes the values of the parameter into the tensor."""
+"""Function that writes the values of a parameter, given by its name, into a given tensor."""
 StoredNames = Mapping[str, tuple[str, ...]]
 """Maps the name of each parameter of a model to the names of the tensors in files that it consists of,
 usually one."""
@@ -56,7 +56,7 @@ usually one."""
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The tensors of a folder or a Hub repository, and the file of each."""
+    """The names of the tensors in a folder or a Hub repository, and the file that contains each of them."""
 
     location: str
     revision: str | None
@@ -72,7 +72,7 @@ class WeightFiles:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """The part of a parameter that is read from its file."""
+    """The part of a parameter that is read from its file: some ranges of indices along one dimension."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -82,8 +82,8 @@ class ParameterSlice:
 
 
 def weight_files(location: str, revision: str | None) -> WeightFiles | None:
-    """Return the safetensors files of a folder or a Hub repository, found in its index file if it has one.
-    None if there are no safetensors files."""
+    """Return the safetensors files of a folder or a Hub repository with their tensors, found in its index
+    file if it has one. None if there are no safetensors files."""
     index = find_file(location, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(location, revision, weight_map(index))
@@ -101,8 +101,8 @@ def file_reader(
     slices: Mapping[str, ParameterSlice] | None = None,
 ) -> Fill | None:
     """Return a function that writes a parameter of `model`, by its name, into a tensor. None if parameters
-    are missing in the files. Weights are quantised on `device`. `slices` maps the names of parameters that
-    are not quantised to the part of them that is read."""
+    are missing in the files. Weights are quantised on `device`. `slices` maps the name of each parameter that
+    is read in part, and is not quantised, to this part."""
     known = stored_names(model, files)
     if known is None:
         return None
@@ -277,8 +277,9 @@ def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _stored_name(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """Return the name under which the files store a parameter, or None if they lack it. A tied head is stored
-    as the embedding; some files omit the prefix of the inner model, or use older names."""
+    """Return the name under which the weight files store a parameter, or None if they lack the parameter. A
+    tied head is stored as the embedding; some files omit the prefix of the inner model, or use older
+    names."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
         if known is None:
@@ -306,7 +307,8 @@ def refuse_other_shape(name: str, stored: torch.Size, shape: torch.Size) -> None
 
 
 def create_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Create the buffers that files do not contain, such as rotary frequencies, as transformers does."""
+    """Create the buffers that weight files do not contain, such as rotary frequencies, with the values that
+    transformers gives them."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:

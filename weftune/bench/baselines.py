@@ -1,7 +1,5 @@
-"""Baselines for Weftune: the frozen base in plain transformers, and PEFT with one job after another.
-
-Shapes: B samples, L tokens per sample, D hidden width.
-"""
+"""Baselines for Weftune: the frozen base model in plain transformers, and PEFT with one job after another.
+Shapes: B samples, L tokens per sample, D hidden width."""
 
 from __future__ import annotations
 
@@ -26,14 +24,16 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineWork:
-    """The work of one round: one step per job on `batch` samples of `length` tokens, all supervised."""
+    """The work of one round of a benchmark: one optimizer step per job on `batch` samples of `length` tokens,
+    all supervised."""
 
     jobs: int
     batch: int
     length: int
     rank: int
     ranks: tuple[int, ...] = ()
-    """Rank of each job. Empty if all jobs have rank `rank`; otherwise `rank` is the largest."""
+    """Rank of each job. Empty if all jobs have the rank in the field `rank`; otherwise that field has the
+    largest rank."""
     dropouts: tuple[float, ...] = ()
     """Dropout of each job. Empty if no job has dropout."""
 
@@ -154,8 +154,8 @@ def peft_padded(
     """Return a `Block` for timing PEFT, which trains one job after another, with each batch padded to its
     longest sample.
 
-    `rounds` holds the lengths of the samples. One adapter represents all jobs, since they cost the same and a
-    user would load them one by one.
+    `rounds` has the lengths in tokens of the samples, one list per round (one batch of every job). One
+    adapter represents all jobs, since all of them cost the same and a user would load them one by one.
     """
     model = peft_model(size, rank, hardware, float32_adapters=False)
     optimizer = make_adamw(model)

@@ -29,9 +29,10 @@ from weftune.bench.weftune_side import AttachedJobs, resident_jobs
 ALLOWED_GROWTH = 0.01
 MAX_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
-"""Numbers of samples per batch, and of tokens per sample, from which those of a job are drawn."""
+"""Possible numbers of samples per batch and of tokens per sample. The numbers of each job are drawn from
+them."""
 PROGRESS_INTERVAL = 20
-"""Number of attached or detached jobs between two lines of progress."""
+"""Number of changes (jobs attached or detached) between two printed lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class ChurnState:
 
 
 class Churn:
-    """An executor to which jobs are attached, and from which they are detached, at random."""
+    """An executor to which a benchmark attaches jobs, and from which it detaches jobs, at random."""
 
     def __init__(self, attached_jobs: AttachedJobs, max_jobs: int, capacity: int) -> None:
         self.attached_jobs = attached_jobs
@@ -63,7 +64,8 @@ class Churn:
     def attach_and_detach(self, changes: int, seed: int) -> None:
         """Start with no job; then repeatedly attach or detach a job and make a step of all attached jobs.
 
-        Walks with the same number of changes have the same batch sizes; the ranks depend on the seed.
+        Calls with the same number of changes have the same batch sizes; the ranks of the adapters depend on
+        the seed.
         """
         sizes, ranks = random.Random(0), random.Random(seed)
         self.came = self.left = 0

@@ -35,10 +35,10 @@ from weftune.bench.timing import (
 from weftune.bench.weftune_side import computed_rows, resident_jobs, useful_rows
 
 Round = list[list[int]]
-"""Lengths of the samples in one batch of every job."""
+"""Lengths in tokens of the samples of one round: one batch of every job."""
 GB = 1e9
 FILE = Path(__file__).parent / "lengths.json"
-"""Token counts of real samples, as counted by `benchmarks.make_lengths`."""
+"""File with the numbers of tokens of real samples, which `benchmarks.make_lengths` has counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class LengthsRow:
 
 
 def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
-    """Draw the sample lengths of `count` rounds, the same on every call: each job has its own seed, and jobs
-    cycle through the datasets."""
+    """Draw the sample lengths of `count` rounds (one batch of every job each). The lengths are the same on
+    every call: each job has its own seed, and jobs cycle through the datasets."""
     pools = list(json.loads(FILE.read_text()).values())
     drawn = [
         np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()
@@ -94,7 +94,8 @@ def measure_weftune(
 
 
 def table(rows: Sequence[LengthsRow], tokens: float, floor_seconds: float) -> str:
-    """Format the rows of the table; a round has `tokens` useful tokens, and the last row is Weftune's."""
+    """Format the rows of the table; a round (one batch of every job) has `tokens` useful tokens, and the last
+    row is Weftune's."""
     titles = ("", "ms per round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
     return aligned(

@@ -80,7 +80,8 @@ def write_texts(folder: Path, name: str, toy: bool) -> None:
 
 
 def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: int) -> Path:
-    """Write an adapter with PEFT's initial weights and return its folder."""
+    """Write an adapter with the weights that PEFT initialises, from which both tools start, and return its
+    folder."""
     torch.manual_seed(seed)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
     config = LoraConfig(r=case.rank, lora_alpha=2 * case.rank, target_modules=targets, task_type="CAUSAL_LM")
@@ -112,7 +113,7 @@ def quality_job(case: QualityCase, folder: Path, start: Path, steps: int, seed: 
 def train_with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
-    """Train all jobs together and return the final validation loss of each."""
+    """Train all jobs together with Weftune and return the final validation loss of each."""
     trainer = Trainer(base, output=folder / "output", options=Options(device=str(device)))
     for job in jobs:
         trainer.add(job)
@@ -122,7 +123,8 @@ def train_with_weftune(
 
 
 def train_with_peft(model: PreTrainedModel, job: PreparedJob) -> float:
-    """Train a job alone with Weftune's batches and learning rates, and return its final validation loss."""
+    """Train a job alone in PEFT, with the batches and learning rates that Weftune uses, and return its final
+    validation loss."""
     start = job.spec.adapter.init_from
     assert isinstance(start, str)
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)

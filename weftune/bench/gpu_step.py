@@ -59,7 +59,8 @@ def weftune_step(task: ProcessTask) -> MeasuredStep:
 def measured_row(
     name: str, task: ProcessTask, min_seconds: float, run: Callable[[], MeasuredStep]
 ) -> StepRow:
-    """Measure one row of the table and print its time."""
+    """Measure one row of the benchmark's table and print its time. The row has the given name and minimum
+    seconds."""
     print(f"{name} …", end=" ", flush=True)
     measured = measure_or_explain(run, task.hardware)
     print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
@@ -67,7 +68,8 @@ def measured_row(
 
 
 def rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> Iterator[StepRow]:
-    """Yield the measured rows. Weftune's row is last, because Weftune replaces the model's attention."""
+    """Yield the measured rows of the benchmark's table. Weftune's row is last, because Weftune replaces the
+    model's attention."""
     yield from baseline_rows(task, baselines, rate)
     floor = floor_seconds(task.size, rate, task.work.lengths, task.work.mean_rank)
     yield measured_row(WEFTUNE, task, floor, lambda: weftune_step(task))
@@ -96,7 +98,7 @@ def baseline_rows(task: ProcessTask, baselines: Sequence[str], rate: float) -> I
 
 
 def fastest_baseline(rows: Sequence[StepRow]) -> StepRow | None:
-    """Return the row with the fastest tool other than Weftune that trains adapters."""
+    """Return the fastest row that trains adapters with another tool than Weftune."""
     others = [
         row
         for row in rows

@@ -21,9 +21,10 @@ from weftune.bench.timing import Hardware, MeasuredStep, measure, repeat_step, r
 
 
 def peft_with_liger(task: ProcessTask) -> MeasuredStep:
-    """Measure one job's step, and multiply its seconds by the number of jobs.
+    """Measure one job's optimizer step in PEFT with Liger's kernels, and multiply its seconds by the number
+    of jobs.
 
-    Called in a separate process, since Liger modifies the classes of transformers.
+    The function is called in a separate process, since Liger modifies the classes of transformers.
     """
     if lacking := find_missing_package(task.hardware):
         return MeasuredStep(None, None, lacking)
@@ -81,7 +82,7 @@ def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
     that restart at 0 separate the samples.
 
     flash_attention_2 in transformers supports such a row directly, but needs a package that is seldom
-    installed; SDPA gets a block mask, and no mask for a single sample.
+    installed; PyTorch's SDPA, which is used instead, gets a block mask if there are several samples.
     """
     work: BaselineWork = task.work
     ids_1T = random_ids(task.size, 1, work.batch * work.length, task.hardware)

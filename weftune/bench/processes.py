@@ -1,8 +1,6 @@
 """Baselines that need separate processes: many PEFT jobs at once on one device, or a job that modifies its
-process.
-
-A child reports when it began and ended its steps, on the clock that all processes of a machine share.
-"""
+process. A child process reports when it began and ended its steps, on the clock that all processes of a
+machine share."""
 
 from __future__ import annotations
 
@@ -22,10 +20,12 @@ from weftune.bench.sizes import Size, random_ids
 from weftune.bench.timing import Hardware, MeasuredStep, Repeats, peak_bytes, reset_memory, synchronise
 
 WAIT_SECONDS = 150.0
-"""Seconds that processes wait for one another before the measurement is abandoned."""
+"""Maximum seconds that the processes of a measurement wait for one another. After that, the measurement is
+abandoned."""
 CONTEXT_BYTES = 700 << 20
 SLACK = 1.12
-"""Safety factor for the memory of a process's tensors. `CONTEXT_BYTES` is the size of its CUDA context."""
+"""Safety factor by which the memory of a process's tensors is multiplied. The memory of its CUDA context,
+`CONTEXT_BYTES`, is added."""
 OUT_OF_MEMORY, PEER_TIMEOUT = "out of memory", "another process did not come"
 
 
@@ -47,9 +47,10 @@ class Answer:
 
 
 def peft_in_processes(task: ProcessTask, job_peak_bytes: int | None) -> MeasuredStep:
-    """Measure all jobs at once, each in a separate process. If memory is short, run as many at a time as fit.
+    """Measure all jobs at once, each in a separate PEFT process with its own copy of the weights.
 
-    `job_peak_bytes` is the peak in bytes of a single job. Every process has its own copy of the weights.
+    If memory is short, as many jobs as fit run at a time. `job_peak_bytes` is the peak memory, in bytes, of a
+    single job.
     """
     jobs = task.work.jobs
     for count in range(min(jobs, _fitting_count(task.hardware, job_peak_bytes)), 0, -1):

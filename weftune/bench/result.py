@@ -1,4 +1,5 @@
-"""Output of all benchmarks: `--json FILE`, with the machine, date and commit beside the numbers."""
+"""Output of all benchmarks: the file that `--json` names, with the machine, date and commit beside the
+numbers."""
 
 from __future__ import annotations
 

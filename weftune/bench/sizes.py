@@ -1,4 +1,4 @@
-"""Bases of real sizes with random weights, and the minimum time of a step on them."""
+"""Base models of real sizes with random weights, and the minimum time of an optimizer step on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Size:
     experts: int = 0
     """Number of experts per layer, in place of an MLP; `intermediate` is the width of each expert."""
     active: int = 1
-    """Number of experts per token."""
+    """Number of experts that each token passes through."""
 
     @property
     def query_width(self) -> int:
@@ -46,10 +46,8 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears that each token passes through in one layer.
-
-        A dense layer has seven linears, or four if some are fused; each active expert has two.
-        """
+        """Input and output widths of the linears that each token passes through in one layer. A dense layer
+        has seven linears, or four if some are fused; each active expert has two."""
         kv, o = self.head_width * self.kv_heads, (self.query_width, self.hidden)
         down = (self.intermediate, self.hidden)
         if self.experts:
@@ -62,7 +60,7 @@ class Size:
 
     @property
     def expert_sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears of one expert: gate and up, which are fused, and down."""
+        """Input and output widths of the linears of one expert: gate and up, which are fused, and down."""
         return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
 
     @property
@@ -191,7 +189,7 @@ SIZES = {
 
 
 def toy_size(size: Size) -> Size:
-    """Return a tiny model config of the same family."""
+    """Return the size of a tiny model of the same family as `size`, for tests."""
     toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
     return replace(toy, experts=4, active=2) if size.experts else toy
 

@@ -14,12 +14,13 @@ from weftune.errors import UserError
 from weftune.run.events import OutOfMemory
 
 Block = Callable[[int], Callable[[], object]]
-"""Function that prepares a number of steps, which is not timed, and returns the function to time."""
+"""Function that prepares the given number of steps without being timed, and returns a function that runs
+them, which is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The device that a benchmark runs on, and the dtype of its base."""
+    """The device that a benchmark runs on, and the dtype of the base model there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -27,7 +28,8 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Numbers of warm-up steps, blocks, and steps per block; the device is synchronised between blocks."""
+    """How often a benchmark repeats its steps: warm-up steps, timed blocks, and steps per block. The device
+    is synchronised between blocks."""
 
     warmup: int = 3
     blocks: int = 5
@@ -36,7 +38,8 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured round of all jobs. If `seconds` is None, `note` says why the round could not be measured."""
+    """The measured time and memory of one round (one step of every job). If `seconds` is None, `note` says
+    why the round could not be measured."""
 
     seconds: float | None
     peak_bytes: int | None
@@ -97,7 +100,7 @@ def measure_or_explain(run: Callable[[], MeasuredStep], hardware: Hardware) -> M
 
 
 def reset_memory(device: torch.device) -> None:
-    """Free the memory of the last measurement, and reset the peak."""
+    """Free the memory of the last measurement, and reset the device's record of peak memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -114,7 +117,8 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def gemm_rate(hardware: Hardware, matrix_side: int | None = None) -> float:
-    """Return the operations per second of one large matrix product, the basis of all minimum times."""
+    """Return the operations per second of one large matrix product, from which the minimum times of all rows
+    are computed."""
     matrix_side = matrix_side or (8192 if hardware.device.type == "cuda" else 256)
     a = torch.randn(matrix_side, matrix_side, device=hardware.device, dtype=hardware.dtype)
     b = torch.randn_like(a)

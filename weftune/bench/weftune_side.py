@@ -1,4 +1,5 @@
-"""Weftune's row in a benchmark: jobs on random samples in one executor, without files, store or loop."""
+"""Weftune's row in a benchmark's table: jobs on random samples in one executor, without files, a job store or
+the training loop."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class JobSamples:
 
 
 class AttachedJobs:
-    """An executor, and the samples and losses of the jobs attached to it."""
+    """An executor for benchmarks, and the samples and losses of the jobs that are attached to it."""
 
     def __init__(self, executor: Executor) -> None:
         self.base = executor.base
@@ -110,7 +111,7 @@ class AttachedJobs:
         del self.samples_by_job[job]
 
     def plan(self, rounds: int, capacity: int) -> Program:
-        """Plan the next `rounds` global batches of every attached job."""
+        """Return a Program (an executable plan) of the next `rounds` global batches of every attached job."""
         job_windows = []
         for job, stock in self.samples_by_job.items():
             steps = range(stock.step + 1, stock.step + rounds + 1)
@@ -154,7 +155,8 @@ class AttachedJobs:
         return passes
 
     def block(self, capacity: int) -> Callable[[int], Callable[[], list[Passed]]]:
-        """Return a `Block` that plans rounds and returns the function that runs them, for `timing.measure`.
+        """Return a `Block` for `timing.measure`: it plans rounds (one global batch of every job each) and
+        returns the function that runs them.
 
         Planning is not timed, since the training loop plans while the device computes.
         """
@@ -218,7 +220,7 @@ def random_samples(lengths: Sequence[int], vocabulary: int, seed: int, group_siz
 
 
 def computed_rows(passes: Sequence[Passed]) -> int:
-    """Return the number of rows that the base computed, including padding."""
+    """Return the number of rows that the base computed, including padding, in all given passes."""
     return sum(passed.microbatch.rows for passed in passes)
 
 

@@ -17,7 +17,8 @@ import typer
 from weftune.errors import UserError
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
-"""Names of the two rows with which a benchmark compares all other rows."""
+"""Names of the two rows with which a benchmark compares all other rows: Weftune, and the frozen base
+alone."""
 
 
 class BenchShape(StrEnum):
@@ -27,7 +28,7 @@ class BenchShape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """One benchmark of the package `weftune.bench`, and how to run it."""
+    """A benchmark of the package `weftune.bench`, and how `weftune bench` runs it."""
 
     title: str
     module: str
@@ -36,14 +37,16 @@ class BenchPart:
 
 @dataclass(frozen=True, slots=True)
 class BenchLine:
-    """The result of a benchmark. A benchmark that does not compare times has only a verdict."""
+    """The result of a benchmark as a line of output. A benchmark that does not compare times has only a
+    verdict."""
 
     title: str
     milliseconds: float | None = None
     ratio_to_frozen: float | None = None
     alternative: str = ""
     speedup: float | None = None
-    """Time of the fastest alternative to Weftune, divided by Weftune's time."""
+    """Time of the fastest alternative to Weftune, divided by Weftune's time. None if the benchmark does not
+    compare times."""
     verdict: str = ""
 
 

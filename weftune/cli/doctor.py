@@ -212,8 +212,8 @@ def class_check(device_class: DeviceClass, index: int) -> Check:
 
 
 def kernel_choice_check(file: ChoiceFile, index: int) -> Check:
-    """Return a check that reports for how many shapes of linears the fastest kernel plan has already been
-    measured, so that training need not measure it."""
+    """Return a check that reports for how many shapes of linears the fastest sequence of kernels has already
+    been measured and saved, so that training need not measure it."""
     return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 

@@ -1,4 +1,4 @@
-"""Options, jobs files, and checks that run before torch is imported, since that import takes seconds."""
+"""Options, the reading of jobs files, and checks that do not need torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_ERROR_CODE = 2
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
-"""Maximum size in bytes of a row file that is checked before training starts. Rows of larger files are
+"""Maximum size in bytes of a file of rows that is checked before training starts. Rows of larger files are
 checked when they are tokenised."""
 
 # -- options --------------------------------------------------------------------------------------------
@@ -131,7 +131,8 @@ def read_jobs_file(jobs: Path) -> RunSpec:
 
 
 def read_model_shape(base: BaseSpec) -> ModelShape | None:
-    """Return the model shape of a local folder of a known family; None if the model must be loaded for it."""
+    """Return the model shape (sizes and module names) of a local folder of a known family. Return None if the
+    model must be loaded to find it out."""
     if not Path(base.model).is_dir():
         return None
     # Errors of the config itself are raised; those of an unknown family are not.
@@ -185,6 +186,7 @@ def check_row_files(jobs: Iterable[JobSpec], includes_job_names: bool) -> None:
 
 
 def one_trial_per_sweep(run: RunSpec) -> list[JobSpec]:
-    """Return the jobs with only one trial of each sweep, since all trials of a sweep have the same rows."""
+    """Return the jobs of a run with only one trial (job) of each sweep, since all trials of a sweep have the
+    same rows."""
     others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
     return [job for job in run.jobs if job.name not in others]

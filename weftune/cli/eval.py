@@ -100,8 +100,8 @@ def eval(
 
 
 def read_metric(text: str, is_reward_model: bool = False) -> tuple[str, UserMetric | None]:
-    """Return the name of the metric that ranks the table, and the user's function if it names one. Reward
-    models have other metrics, and no answers that a function could measure."""
+    """Return the name of the metric by which the table of adapters is ranked, and the user's function if it
+    names one. Reward models have other metrics, and no answers that a function could measure."""
     from weftune.core.evaluation import METRICS, REWARDS
     from weftune.objectives.spec import REWARD_METRICS
 

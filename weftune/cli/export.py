@@ -15,7 +15,7 @@ from weftune.core.files import refuse_full_folder
 from weftune.errors import UserError
 
 INTO = ("dequantised", "original")
-"""The weights of a quantised base that an adapter can be merged into."""
+"""Kinds of weights into which an adapter on a quantised base can be merged."""
 
 
 def export(

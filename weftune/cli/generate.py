@@ -111,8 +111,8 @@ def generate(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], str | None]:
-    """Return the adapter folders, and the prompt or None. The last argument is the prompt, unless it is a
-    folder or the only argument."""
+    """Return the adapter folders in the command's arguments, and the prompt or None. The last argument is the
+    prompt, unless it is a folder or the only argument."""
     *first, last = arguments
     folders, prompt = [Path(one) for one in first], None
     if Path(last).is_dir() or not first:
@@ -126,7 +126,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], str | None]:
 
 
 def common_base(folders: Sequence[Path]) -> BaseSpec:
-    """Return the base that all adapters were trained on, or raise AdapterError."""
+    """Return the specification of the base model that all adapters were trained on. Raise AdapterError if
+    they have different ones."""
     from weftune.adapters.folder import check_adapter_folder, refuse_parent_folder
 
     for folder in folders:
@@ -146,8 +147,8 @@ def common_base(folders: Sequence[Path]) -> BaseSpec:
 
 
 def folders_by_name(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return a mapping from the name of each adapter to its folder. The name is that of the folder or, if
-    this is `base` or several folders have it, the folder's path."""
+    """Return a mapping from the name of each adapter to its folder. An adapter is named after its folder or,
+    if that name is `base` or occurs twice, by the folder's path."""
     names = [folder.resolve().name for folder in folders]
     clear = {name for name in names if names.count(name) == 1 and name != "base"}
     return {
@@ -156,7 +157,8 @@ def folders_by_name(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def recorded_base(folder: Path) -> BaseSpec:
-    """Return the base that the job in `folder` was trained on, as recorded in its job.yaml."""
+    """Return the specification of the base model that the job in `folder` was trained on, as recorded in its
+    job.yaml."""
     from weftune.base.spec import BaseSpec
     from weftune.jobs.store.job_file import JOB_FILE, DamagedJobFile, read_job_file
 

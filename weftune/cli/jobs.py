@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the run has answered."""
 PATIENT_SECONDS = 3.0
-"""Seconds after which the command prints what it waits for."""
+"""Seconds without an answer after which the command prints what it waits for."""
 RESTART_SECONDS = 5.0
 """Seconds without any process in the output folder after which the run is considered ended. The wait is
 needed because a run of several processes restarts when it loses one of them."""
@@ -193,7 +193,8 @@ def _refuse_inactive_run(run: Path) -> None:
 
 
 def _send_request(run: Path, folder: Path, request: FileRequest) -> None:
-    """Write a request to the inbox in `folder`, wait for its answer, and print it."""
+    """Write a request to the inbox in `folder`, which a running `weftune train` reads, wait for the run's
+    answer, and print the answer."""
     from weftune.jobs.store.inbox import write_request
 
     path = write_request(folder, request)

@@ -1,4 +1,5 @@
-"""The result of `weftune plan`: predictions for the first window and the whole run, on any machine."""
+"""The result of `weftune plan`: predictions for the first window (a few global batches of every job) and for
+the whole run, on any machine."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ from weftune.plan.program.simulate import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan, which can be shown as text or written as JSON."""
+    """The result of `weftune plan`, which can be shown as text or written as JSON."""
 
     case: PlanCase
     choice: LayoutChoice
     outlook: Prediction | StreamOutlook
-    """Prediction for all devices or, if the jobs are divided into shares, for the devices of the first
-    share."""
+    """Prediction of memory and times for all devices or, if the jobs are divided into shares (parts with
+    their own processes), for the devices of the first share."""
     shares: ShareOutlook | None
     """Prediction for all shares (subsets of the jobs with their own processes). None if the jobs are not
     divided."""
@@ -55,16 +56,18 @@ class Plan:
     admission: Admission
     run: WholeRun
     source: str
-    """Source of the predicted times, such as a profile or a data sheet."""
+    """Description of where the predicted times come from, such as a profile or a data sheet."""
     flags: str
     """Flags of `weftune train` that request the chosen number of workers."""
     sentences: Sequence[str] = ()
-    """Sentences that explain the planner's decisions, one per decision. Empty unless requested."""
+    """Sentences that explain the planner's decisions, one per decision. Empty unless the user requests
+    them."""
     ablations: Sequence[Ablation] = ()
-    """Effect of disabling each optimisation that the plan uses, one at a time. Empty unless requested."""
+    """Effect of disabling each optimisation that the plan uses, one at a time. Empty unless the user requests
+    it."""
     measured_step_seconds: tuple[float, float] | None = None
-    """Measured seconds per round (one global batch of every job) of the plan itself, before and after the
-    measurements of its ablations. None if nothing was measured."""
+    """Measured seconds per round (one global batch of every job) of the plan itself: before and after the
+    plan is measured without single optimisations. None if nothing was measured."""
 
     @property
     def forecast(self) -> Forecast:
@@ -75,14 +78,15 @@ class Plan:
         return self.outlook.program if isinstance(self.outlook, Prediction) else self.window.program
 
     def timeline(self) -> Timeline:
-        """Return the timeline of `program`, which is drawn as a Gantt chart."""
+        """Return the predicted timeline of `program`, which is drawn as a Gantt chart."""
         if isinstance(self.outlook, Prediction):
             return self.outlook.timeline
         return round_timeline(self.outlook.case, self.choice.layout, self.program)
 
 
 def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations: bool = False) -> Plan:
-    """Choose a layout as `weftune train` would, and predict the first window and the whole run."""
+    """Choose a layout as `weftune train` would, and predict the first window (a few global batches of every
+    job) and the whole run."""
     choice = choose_planned_layout(case)
     machine, totals = choice.machine, case.totals
     if machine.shares > 1 and not machine.on_gpu:
@@ -127,7 +131,7 @@ def predict(case: PlanCase, *, needs_sentences: bool = False, includes_ablations
 
 
 def _admitted_shapes(case: PlanCase, admission: Admission) -> list[JobShape]:
-    """Return the shapes of the admitted jobs, in the order of admission."""
+    """Return the shapes (sizes) of the admitted jobs, in the order of admission."""
     by_name = {job.name: job for job in case.shapes}
     return [by_name[name] for name in admission.admitted_names]
 
@@ -140,7 +144,7 @@ def _predict_outlook(case: PlanCase, choice: LayoutChoice, admission: Admission)
 
 def _share_outlook(case: PlanCase, choice: LayoutChoice) -> ShareOutlook:
     """Divide the jobs into shares (subsets with their own processes) by the predicted seconds of each job's
-    whole training. Predict each share."""
+    whole training, and return a prediction for all shares."""
     machine = choice.machine
     workers = machine.division.workers_per_share
     seconds = {name: alone / workers for name, alone in solo_job_seconds(case, machine).items()}
@@ -166,8 +170,8 @@ def _predict_whole_run(
 
 
 def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
-    """Return the effect of disabling each optimisation that a plan uses. If the jobs are divided into shares,
-    this is the plan of the first share."""
+    """Return the effect of disabling each optimisation that a plan uses. If the jobs are divided into shares
+    (parts with their own processes), this is the plan of the first share."""
     machine, jobs = prediction.choice.machine, list(prediction.window.shapes.values())
     rows = ablate(
         prediction,
@@ -191,7 +195,7 @@ def _ablations(case: PlanCase, prediction: Prediction) -> tuple[Ablation, ...]:
 
 def device_needs_bytes(prediction: Prediction) -> list[int]:
     """Return the predicted memory use of each device, in bytes, when microbatches have their maximum size.
-    Every device is assumed to hold the adapters of all jobs of the first window."""
+    Every device is assumed to hold the adapters of all jobs that are admitted first."""
     memory, program = prediction.choice.memory, prediction.program
     needs = memory.worker_needs(list(prediction.window.shapes.values()), program.capacity, program.recompute)
     return [need.total_bytes(memory.fit) for need in needs]

@@ -65,8 +65,8 @@ def _show_plan_of_run(console: Console, plan: Plan) -> None:
 def show_sweeps(
     console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], job_totals: Mapping[str, JobTotal]
 ) -> None:
-    """Print when each trial of the sweeps ends if no trial is dropped, and the expected time of the run if
-    halving drops trials."""
+    """Print when each trial (job) of the sweeps ends if no trial is dropped, and the expected time of the run
+    if successive halving drops trials."""
     for one in sweeps:
         listed = {name: job_totals[name] for name in one.known_trials}
         console.print(run_table(run, listed, "trial", f"Sweep {one.name}"))
@@ -156,7 +156,8 @@ def _show_shares(console: Console, plan: Plan, outlook: ShareOutlook) -> None:
 
 
 def _show_candidates(console: Console, plan: Plan) -> None:
-    """Print the fastest layouts of the devices, and why the first of them is chosen."""
+    """Print the fastest layouts (ways to divide the model and the jobs among the devices), and why the first
+    of them is chosen."""
     sentence = division_sentence(plan.case, plan.choice)
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if not plan.choice.candidates:
@@ -215,7 +216,7 @@ def _show_sampling_note(console: Console, case: PlanCase) -> None:
 
 
 def _show_waiting_jobs(console: Console, plan: Plan) -> None:
-    """Print the jobs that are not admitted."""
+    """Print the jobs that are not admitted when the run starts, with the reasons."""
     sweeps, admission = plan.case.sweeps, plan.admission
     trials = {name: one.name for one in sweeps for name in one.known_trials}
     for name, reason in admission.wait_reasons.items():
@@ -234,7 +235,7 @@ def _collapse_trial_names(names: Iterable[str], case: PlanCase) -> list[str]:
 
 
 def _device_text(case: PlanCase, number: int) -> str:
-    """Return the index and name of a worker's device; several workers may share the last device."""
+    """Return the index and name of a worker's device; the last device may have several workers."""
     devices = case.cluster.devices
     return f"{number} {devices[min(number, len(devices) - 1)].name}"
 
@@ -299,8 +300,9 @@ PLANNER_NOTE = (
 
 
 def ablation_table(rows: Sequence[Ablation], measured_seconds: tuple[float, float] | None = None) -> Table:
-    """Return the table of the ablations. `measured_seconds` are those per round of the plan itself, measured
-    before and after the ablations."""
+    """Return the table of a plan's ablations, in which one optimisation each is disabled. `measured_seconds`
+    are the seconds per round (one global batch of every job) of the plan itself, measured before and after
+    the ablations."""
     several = any(row.forecast.devices > 1 for row in rows)
     titles = ["mechanism", "instead", "step", "costs", *(["bubbles"] if several else [])]
     notes = [PLANNER_NOTE] if several and any("mechanisms" in row.options for row in rows) else []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUPERVISED = "bold green"
 MARKS = (">>>", "<<<")
-"""Marks around supervised text where colours are not shown."""
+"""Strings before and after supervised text, which are shown where there are no colours."""
 UNSUPERVISED = "dim"
 SIDES = ("chosen", "rejected")
 BARS = 10
@@ -164,8 +164,8 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
 def draw_samples(
     group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), uses_marks: bool = False
 ) -> list[RenderableType]:
-    """Draw up to `rows` samples of one dataset. Their text is never interpreted as markup. If `uses_marks`,
-    supervised text is also shown between `MARKS`, for output without colours."""
+    """Draw up to `rows` samples of one dataset for the terminal. Their text is never interpreted as markup.
+    If `uses_marks`, supervised text is also shown between `MARKS`, for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text

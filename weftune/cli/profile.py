@@ -68,8 +68,8 @@ def _tokenizer(spec: BaseSpec) -> Any:
 
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
     """Return the memory use in bytes, before anything is loaded, of the first of several workers and of any
-    other worker; zeros if no worker can be started. Workers are forked, so they are measured in a forked
-    process."""
+    other worker; both numbers are zero if no worker can be started. Workers are forked, so they are measured
+    in a forked process."""
     from weftune.launch.supervise import ProcessSpec, kill_processes, start_process
 
     process = start_process(ProcessSpec("worker", partial(_send_process_bytes, spec)), None, neighbours=2)
@@ -84,7 +84,7 @@ def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
 
 def _send_process_bytes(spec: BaseSpec, connection: Connection) -> None:
     """Measure the memory use in bytes of this process before a base is loaded, as the first of several
-    workers and as any other worker. Send both numbers."""
+    workers and as any other worker. Send both numbers over `connection`."""
     import torch
 
     from weftune.base.load import inspect

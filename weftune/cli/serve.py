@@ -129,7 +129,8 @@ def refuse_missing_packages() -> None:
 
 
 def read_base(text: str) -> BaseSpec:
-    """Return the base that `text` describes: by its name, or by its keys as in a jobs file."""
+    """Return the specification of the base model that `text` describes: by its name, or by its keys as in a
+    jobs file."""
     from weftune.jobs.spec.read import parse_base
 
     values = text
@@ -189,8 +190,8 @@ def parse_announce_url(url: str) -> str:
 
 
 def read_metrics(texts: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from the name of each Python metric to its `FILE.py:NAME`. Each is imported as a
-    check."""
+    """Return a mapping from the name of each Python metric to its `FILE.py:NAME`. Each metric is imported
+    once, to check that this works."""
     from weftune.data.spec import EXACT_MATCH
     from weftune.generate.metric import load_metric
     from weftune.jobs.spec.build import locate_metric

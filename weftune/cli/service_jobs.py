@@ -30,7 +30,7 @@ KeyOption = Annotated[
 
 
 def open_client(url: str | None, key: str | None) -> ServiceClient:
-    """Return the client of the service that the options or the environment name."""
+    """Return the client of the service whose URL and key the options or the environment give."""
     from weftune.service.client import ServiceClient
 
     url, key = url or os.environ.get(URL), key or os.environ.get(KEY)

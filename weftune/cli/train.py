@@ -152,7 +152,7 @@ def _train_locally(
 ) -> None:
     """Train on this machine, in the requested number of processes or the number that the planner chooses.
     `arguments` is the command line of a worker without the options that set numbers of processes.
-    `extra_arguments` are added to it at the first start only."""
+    `extra_arguments` are added to this command line at the first start only."""
     from weftune.launch.choice import planner_chooses_division
 
     if planner_chooses_division(options):
@@ -203,7 +203,8 @@ def _launch_processes(
 
 
 def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: int | None) -> None:
-    """Run as one worker of a pipeline: the first worker trains, the others follow its instructions."""
+    """Run this process as one worker of a pipeline. The first worker runs the training loop, and the others
+    follow its instructions."""
     from weftune.jobs.spec.checks import refuse_kinds_on_shards
     from weftune.jobs.spec.read import read_run
     from weftune.launch.workers import connect_workers
@@ -242,8 +243,8 @@ def _run_worker(jobs: Path, output: Path | None, options: Options, max_steps: in
 def _train_in_process(
     run: RunSpec, options: Options, max_steps: int | None, devices: Sequence[str] = ()
 ) -> None:
-    """Train in this process, as the first worker if there are several. With several `devices`, divide the
-    jobs instead among groups of processes, the first process of each on one of these devices."""
+    """Train in this process, which is the first worker if there are several. With several `devices`, divide
+    the jobs instead among groups of processes, the first process of each on one of these devices."""
     with count_imports():
         from rich.console import Console
 

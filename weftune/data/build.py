@@ -1,5 +1,5 @@
-"""Building of a table's store of tokenised samples: the format is detected, every row is checked, and the
-samples are tokenised into the cache."""
+"""Building of the store (a folder of arrays in the cache) with a table's tokenised samples: the format of the
+rows is detected, every row is checked, and the samples are tokenised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weftune.data.workers import get_workers, have_workers_answered, worker_coun
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
-"""Version of the cached samples. It must be increased when equal rows produce different samples than
+"""Version of the cached samples. The number must be increased when equal rows produce different samples than
 before."""
 MAX_SHOWN_ROWS = 20
 MAX_SHOWN_LOCATIONS = 3
@@ -42,7 +42,8 @@ CHUNKS_BEFORE_WORKERS = 4
 
 
 def store_key(table: Table, format: Format, rules: Rules) -> str:
-    """Return the hash of everything that determines the samples of a table."""
+    """Return the hash of everything that determines the tokenised samples of a table. The hash names the
+    folder of these samples in the cache."""
     spec = rules.spec
     choices = [
         VERSION,
@@ -63,7 +64,8 @@ def store_key(table: Table, format: Format, rules: Rules) -> str:
 def build_store(
     table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None
 ) -> SampleStore:
-    """Return the store of a table's tokenised samples, from the cache if the cache holds it completely."""
+    """Return the store of a table's tokenised samples. It is read from the cache if it is complete there;
+    otherwise the rows are tokenised."""
     format = find_format(table, rules.spec, rules.row_kind)
     key = store_key(table, format, rules)
     store = open_store(cache / key)
@@ -84,7 +86,7 @@ def build_store(
 
 def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> Format:
     """Return the format that the spec names or, if it names none, the format detected from the table's
-    columns. `row_kind` is the kind of rows that the job's objective needs."""
+    columns. `row_kind` is the kind of rows that the job's objective needs, such as preference pairs."""
     if spec.format != "auto":
         check_trainable(spec.format, table.label, row_kind)
         return spec.format
@@ -109,7 +111,8 @@ def find_format(table: Table, spec: DataSpec, row_kind: RowKind = "answers") -> 
 
 
 def check_all_rows(table: Table, format: Format, spec: DataSpec) -> None:
-    """Check every row before the first one is tokenised. Raise DataError if there are invalid rows."""
+    """Check every row of a table before the first row is tokenised. Raise DataError if there are invalid
+    rows."""
     bad = _BadRowReport()
     for row in _rows_within_limit(table, spec):
         try:
@@ -156,8 +159,8 @@ class _SimilarRows:
 
 
 class _BadRowReport:
-    """A report of invalid rows. It lists the first ones, with a single entry for rows that are invalid for a
-    common reason, and counts the others."""
+    """A report of invalid rows. The report lists the first ones, with a single entry for all rows that are
+    invalid for the same reason, and counts the others."""
 
     def __init__(self) -> None:
         self._problems: list[_SimilarRows] = []
@@ -190,7 +193,8 @@ class _BadRowReport:
         raise DataError([*mistakes, *([Mistake("", remainder)] if remainder else [])])
 
     def reasons(self, count: int) -> tuple[list[str], int]:
-        """Return at most `count` sentences about invalid rows, and the number of rows that they cover."""
+        """Return at most `count` sentences about invalid rows, and the number of rows that these sentences
+        cover."""
         first = self._problems[:count]
         return [str(alike.message(includes_remedy=False)) for alike in first], sum(a.count for a in first)
 
@@ -220,8 +224,8 @@ def _write_store(
 def _tokenise_chunks(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Yield each chunk of rows with its samples, in order. This process tokenises chunks until worker
-    processes have started."""
+    """Tokenise chunks of rows, and yield each chunk with its samples, in order. This process tokenises chunks
+    until worker processes have started."""
     # Workers get the rows of each chunk, so all rows from Python need not be sent.
     shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
@@ -235,7 +239,8 @@ def _tokenise_chunks(
 
 
 def _split_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield chunks with a limited number of rows and, approximately, of characters, to bound memory use."""
+    """Yield the rows in chunks, each with a limited number of rows and, approximately, of characters, to
+    bound memory use."""
     chunk: list[Row] = []
     size = 0
     for row in rows:

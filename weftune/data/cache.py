@@ -33,8 +33,8 @@ ARRAYS = {
     "rows": "<u8",
     "desirable": "|b1",
 }
-"""Maps the name of each array of a store, and so of its file, to the dtype of its values. `tokens` and `mask`
-concatenate those of all samples; all other arrays have one value per sample."""
+"""Maps the name of each array of a store of samples, which is also the name of its file, to the dtype of its
+values. `tokens` and `mask` concatenate those of all samples; all other arrays have one value per sample."""
 META = "store.json"
 CHUNK_BYTES = 2**20
 STALE_AFTER_SECONDS = 24 * 3600
@@ -57,10 +57,11 @@ class Tally:
     reasons: list[str] = field(default_factory=list)
     """Locations and reasons of the first skipped rows."""
     explained: int = 0
-    """Number of skipped rows whose reasons are listed in `reasons`."""
+    """Number of the skipped rows that the sentences in `reasons` explain."""
 
     def add(self, other_tally: Tally) -> None:
-        """Add the counts of `other_tally`; the caller merges the reasons."""
+        """Add the counts of `other_tally` to the counts of this object. The reasons are not added; the caller
+        merges them."""
         for one in fields(self):
             if one.type == "int":
                 setattr(self, one.name, getattr(self, one.name) + getattr(other_tally, one.name))
@@ -116,7 +117,7 @@ class SampleStore:
     rows: NDArray[np.uint64]
     tally: Tally
     key: str = ""
-    """Hash of everything that determines the samples, used as the name of the folder."""
+    """Hash of everything that determines the samples. It is the name of the store's folder."""
     desirable: NDArray[np.bool_] | None = None
     """For each sample, whether its answer is desirable. None if answers have no labels."""
 
@@ -157,8 +158,8 @@ def _checksum(path: Path) -> int:
 
 
 class StoreWriter:
-    """A writer that appends samples to the files of a store in a temporary folder, which `commit` renames to
-    its final name."""
+    """A writer that appends tokenised samples to the files of a store in a temporary folder. `commit` renames
+    the folder to its final name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -187,7 +188,8 @@ class StoreWriter:
         shutil.rmtree(self._partial_folder, ignore_errors=True)
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Append samples to the store. `arrays` maps each file name to the values to append."""
+        """Append samples to the store. `arrays` maps the name of each of the store's arrays to the values to
+        append."""
         for name, dtype in ARRAYS.items():
             data = np.asarray(arrays[name], dtype=dtype).tobytes()
             self._checksums[name] = zlib.crc32(data, self._checksums[name])

@@ -36,12 +36,12 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of one sample, rendered from a chat. A chat has several texts if each of its turns becomes a
-    sample."""
+    """The text of one sample, rendered from a chat by its template. A chat has several texts if each of its
+    turns becomes a sample."""
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Supervised characters as [start, stop) spans. None means all characters."""
+    """Supervised characters of the text as [start, stop) spans. None means all characters."""
     prompt_differs: bool = False
     """Whether the generation prompt differs from the text that the template prints before an assistant's
     turn."""
@@ -62,7 +62,7 @@ def render_everything(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
 
 def render_answer(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
     """Render one side of a preference pair twice: the prompt alone, as the model reads it at inference, and
-    the prompt with the answer."""
+    the prompt together with the answer."""
     given = template.render(chat.messages[: chat.answer], chat.tools, prompt=True)
     text = template.render(chat.messages, chat.tools, prompt=False)
     return Rendered(given, None), Rendered(text, None)
@@ -70,9 +70,9 @@ def render_answer(chat: Chat, template: Renderer) -> tuple[Rendered, ...]:
 
 def render_turns(chat: Chat, template: Renderer, end_strings: Collection[str]) -> tuple[Rendered, ...]:
     """Render a chat and find its supervised turns. All turns are in one text, unless the template prints a
-    turn differently within a longer chat; then each turn has its own text. If there is one text, it contains
-    the whole chat, unless the messages after the last turn change how a turn is printed. `end_strings` are
-    the end-of-turn tokens."""
+    turn differently within a longer chat; in that case, each turn has its own text. A single text contains
+    the whole chat, unless the messages after the last turn change how a turn is printed; in that case, it
+    ends with that turn. `end_strings` are the end-of-turn tokens."""
     turns = [_render_turn(chat, at, template, end_strings) for at in chat.turns]
     texts = [turns[-1].text]
     if chat.turns[-1] + 1 < len(chat.messages):
@@ -128,8 +128,8 @@ def _find_turn(text: str, turn: Rendered, end_strings: Collection[str]) -> tuple
 
 
 def equivalent_chats(chat: Chat) -> Iterator[Chat]:
-    """Yield the chat itself, the form used at inference, and then equivalent forms for templates that cannot
-    print it."""
+    """Yield the chat itself, which is the form used at inference, and then equivalent forms of it for
+    templates that cannot print it."""
     yield chat
     useful = [
         change
@@ -182,7 +182,8 @@ class PrintCheck:
         """Shapes (roles and fields) of chats whose parts are all printed."""
 
     def refuse_dropped(self, chat: Chat, text: str) -> None:
-        """Raise CommonBadRow if the template drops a part of the chat, which it rendered as `text`."""
+        """Raise CommonBadRow if a part of the chat is missing in `text`, which the template has printed for
+        the chat."""
         start = 0
         # Chats are tested up to each assistant message and as a whole: many templates refuse other ends.
         stops = {at + 1 for at, message in enumerate(chat.messages) if message["role"] == "assistant"}
@@ -214,7 +215,7 @@ class PrintCheck:
                     raise CommonBadRow(f"{sentence} ({message['role']})", kind=part, remedy=REMEDY)
 
     def _render(self, messages: Sequence[Message], chat: Chat) -> str | None:
-        """Return the rendered text, or None if the template refuses these messages."""
+        """Return the text that the template prints for `messages`, or None if it refuses them."""
         try:
             return self._template.render(messages, chat.tools, prompt=False)
         except BadRow:
@@ -239,7 +240,7 @@ def _is_rendered(message: Message, text: str) -> bool:
 
 
 def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str, Message]]:
-    """Yield the name of each part of a message, and the message with that part changed."""
+    """Yield, for each part of a message, the name of the part, and the message with that part changed."""
     thinking, spoken = _split_thinking(message)
     content = message.get("content")
     if spoken:
@@ -254,7 +255,8 @@ def _changed_messages(message: Message, supervised: bool) -> Iterator[tuple[str,
 
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the tool call with another name and, if the call has arguments, the call with other arguments."""
+    """Yield changed copies of a tool call: one with another name and, if the call has arguments, one with
+    other arguments."""
     body = _call_function(call)
     changed_functions: list[dict[str, Any]] = [{"name": f"{body.get('name')}{PROBE}"}]
     arguments = body.get("arguments")

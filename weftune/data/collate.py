@@ -20,25 +20,27 @@ from weftune.data.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sample of a microbatch. `index` is its index among the samples of `job`, and `step` its global
-    batch."""
+    """One sample of a microbatch. `index` is its index among the samples of `job`, and `step` is the number
+    of its global batch (optimizer step)."""
 
     job: str
     step: int
     samples: Samples
     index: int
     offset: int
-    """Number of tokens before this sample in the job's global batch, regardless of packing."""
+    """Number of tokens before this sample in the job's global batch, whatever microbatches the batch is
+    divided into."""
     rows_before: int = 0
     """Number of virtual tokens that the adapter inserts before the sample. The last one predicts the sample's
     first token."""
     first_position: int = 0
     rows: slice | None = None
-    """Rows of the sample in this microbatch, counted from the first virtual token. None for all rows."""
+    """Rows (tokens) of the sample that are in this microbatch, counted from the first virtual token. None for
+    all rows."""
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
-    """Concatenate the samples into one microbatch."""
+    """Concatenate the samples into one microbatch of tensors."""
     whole = _collate_whole(parts)
     if (rows := parts[0].rows) is None:
         return whole
@@ -69,8 +71,8 @@ def _collate_whole(parts: Sequence[Part]) -> Microbatch:
 
 
 def _references(parts: Sequence[Part]) -> torch.Tensor | None:
-    """Return the reference log-probability of each sample, which is 0 for samples without one. None if no
-    sample has one."""
+    """Return the log-probability of each sample under the reference policy, which is 0 for samples of jobs
+    without a reference policy. None if no sample has a log-probability."""
     if all(part.samples.references is None for part in parts):
         return None
     known = [0.0 if (own := part.samples.references) is None else own[part.index] for part in parts]
@@ -78,8 +80,8 @@ def _references(parts: Sequence[Part]) -> torch.Tensor | None:
 
 
 def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the number of answer tokens of each sample, which is 0 for samples outside pairs. The tuple is
-    empty if there are no pairs."""
+    """Return the number of answer tokens of each sample, which is 0 for samples that are not part of a
+    preference pair. The tuple is empty if there are no pairs."""
     if all(part.samples.group_size == 1 for part in parts):
         return ()
     return tuple(
@@ -88,8 +90,8 @@ def _answer_tokens(parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def _sample_labels(parts: Sequence[Part]) -> tuple[bool, ...]:
-    """Return the label of each sample, which is True for samples without one. The tuple is empty if no sample
-    has a label."""
+    """Return for each sample whether its answer is labelled desirable, which is True for samples without a
+    label. The tuple is empty if no sample has a label."""
     if all(part.samples.desirable is None for part in parts):
         return ()
     return tuple((own := part.samples.desirable) is None or bool(own[part.index]) for part in parts)
@@ -103,7 +105,8 @@ def _prepend_zeros(rows: int, values: NDArray[Any]) -> NDArray[Any]:
 def _shift_targets(
     tokens_T: NDArray[np.int64], mask_T: NDArray[np.bool_], stops: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the targets: row t predicts token t + 1 of its own sample, and the last row predicts nothing."""
+    """Return the target of each row: row t predicts token t + 1 of its own sample if that token is
+    supervised, and the last row of a sample predicts nothing."""
     targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
     targets_T[:-1] = np.where(mask_T[1:], tokens_T[1:], IGNORED)
     targets_T[stops - 1] = IGNORED

@@ -19,13 +19,13 @@ from weftune.data.row import BadRow
 from weftune.errors import DataError
 
 SPACE_MARKS = ("Ġ", "▁", " ")
-"""Characters with which vocabularies mark a token that begins with a space."""
+"""Characters that stand for a leading space in the tokens of a tokenizer's vocabulary."""
 PRIVATE = range(0xE000, 0xF900)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens, and the [start, stop) span of characters that each token covers."""
+    """Tokens of a text, and for each token the [start, stop) span of characters that it covers."""
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
@@ -50,10 +50,11 @@ class Encoder:
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, special), key=lambda text: (-len(text), text))
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        """Pattern that matches the text of any control token."""
+        """Pattern that matches the text of any control token, such as an end-of-turn token."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state that can be loaded without transformers, with the tokenizer serialised as text."""
+        """Return the encoder's state for pickling, with the tokenizer serialised as text, so that loading it
+        needs no transformers."""
         return {**self.__dict__, "tokenizer": None, "_backend": self._backend.to_str()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokenizer. It is cached, since hashing a large vocabulary is slow."""
+        """Hash of the tokenizer. The hash is cached, since hashing a large vocabulary is slow."""
         state = json.loads(self._backend.to_str())
         # Truncation and padding depend on the last call of the tokenizer and are not part of its identity.
         state["truncation"] = state["padding"] = None
@@ -96,8 +97,8 @@ class Encoder:
     def encode_with_placeholders(self, text: str, placeholders: Mapping[str, str]) -> Encoded:
         """Return the tokens of a text that a template printed, split at every placeholder.
 
-        A placeholder is a private-use character that replaces a control token in a user's text. It is
-        tokenised as the plain text of that control token.
+        A placeholder is a private-use character that replaces a control token in a user's text. A placeholder
+        is tokenised as the plain text of the control token that it replaces.
         """
         if not text:
             return _to_encoded([], [])

@@ -46,8 +46,8 @@ REQUIRED_COLUMNS: dict[Format, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction", "output"),),
     "text": (("text",),),
 }
-"""Maps each format to its alternative sets of required columns, in the order of detection. `text` is last,
-since the original Alpaca file also has a `text` column."""
+"""Maps each format of rows to its alternative sets of required columns. Formats are detected in this order.
+`text` is last, since the original Alpaca file also has a `text` column."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -76,7 +76,7 @@ class Chat:
     turns: tuple[int, ...]
     """Indices of the assistant messages that are supervised; ignored with `train_on: all`."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
-    """Maps each private-use character in the chat to the control token that it replaces."""
+    """Maps each private-use character in the chat to the control token whose text it replaces."""
     answer: int | None = None
     """Index of the first message of the answer if the chat is one side of a preference pair or a labelled
     answer. All text from there on is supervised."""
@@ -84,7 +84,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, or a prompt and its completion."""
+    """The content of a row of text: either a text alone, or a prompt and its completion."""
 
     text: str
     completion: str | None = None
@@ -92,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The tokens of one training sample, and a mask of the supervised ones."""
+    """The tokens of one training sample, and a mask that says which of them are supervised."""
 
     tokens: NDArray[np.integer]
     mask: NDArray[np.bool_]
@@ -102,7 +102,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt with the answer that is preferred, and the same prompt with another answer."""
+    """A preference pair: a prompt with the preferred answer, and the same prompt with another answer."""
 
     chosen: Chat | Text
     rejected: Chat | Text
@@ -114,7 +114,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A prompt with an answer that is desirable or undesirable."""
+    """A prompt with one answer, which is labelled as desirable or undesirable."""
 
     answer: Chat | Text
     desirable: bool
@@ -126,7 +126,8 @@ class Labelled:
 
 Content = Chat | Text | Sample | Pair | Labelled
 ROW_FORMATS: dict[RowKind, Format] = {"pairs": "preference", "labelled": "kto"}
-"""Maps each kind of rows that has only one format to that format."""
+"""Maps a kind of rows, such as preference pairs, to its format. Kinds that have several formats are left
+out."""
 
 
 def row_kind_name(format: Format | None) -> RowKind:
@@ -315,8 +316,8 @@ def _to_pair(row: Mapping[str, Any], spec: DataSpec) -> Pair:
 
 
 def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
-    """Yield both sides of a pair of texts. Without a prompt, the prompt is the common prefix of both
-    texts."""
+    """Yield both sides of a preference pair that consists of texts. If the row has no prompt, the prompt is
+    the common prefix of both texts."""
     chosen, rejected = (_require_filled(value, name) for name, value in zip(names, answers, strict=True))
     if prompt is None:
         count = _common_prefix_length(chosen, rejected)
@@ -333,7 +334,7 @@ def _text_pair(prompt: object, answers: Sequence[str], names: Sequence[str]) -> 
 
 
 def _common_prefix_length(first_items: Sequence[Any], second_items: Sequence[Any]) -> int:
-    """Return the number of equal items with which both sequences begin."""
+    """Return the length of the common prefix of two sequences, in items."""
     items = enumerate(zip(first_items, second_items, strict=False))
     return next(
         (index for index, (one, other) in items if one != other), min(len(first_items), len(second_items))
@@ -383,7 +384,7 @@ def require_text(value: object, name: str) -> str:
 
 
 def require_list(value: object, name: str) -> Sequence[Any]:
-    """Return `value` as a list. In a CSV or Parquet column it may be JSON text, which is parsed."""
+    """Return `value` as a list. In a CSV or Parquet column, `value` may be JSON text, which is parsed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         text = value
         try:
@@ -490,7 +491,7 @@ def _clean_message(message: object, name: str, content: str = "content") -> Mess
 
 
 def _clean_content(message: Message, name: str) -> str | None:
-    """Return the text of a message, or None if it has only tool calls."""
+    """Return the text of a message with its content checked, or None if the message has only tool calls."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part_text(part, f"{name}[{at}]") for at, part in enumerate(content))

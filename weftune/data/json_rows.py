@@ -17,16 +17,16 @@ from weftune.data.row import TOO_DEEP, Row, is_deep_json, to_row
 from weftune.errors import DataError, Mistake
 
 MAX_ROW_SIZE = 16 * 2**20
-"""Maximum size of a row in bytes or characters. Parsing needs many times this memory."""
+"""Maximum size of a row, in bytes or characters. Parsing a row needs many times as much memory."""
 CHUNK_SIZE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
-"""Pattern of a JSON string, or of a number or name between punctuation."""
+"""Pattern that matches a literal in JSON text: a string, or a number or name between punctuation."""
 
 
 class _RefusedLiteral(ValueError):
-    """Raised for a literal that `json` accepts but Weftune refuses, such as NaN. The position of the literal
-    is not known."""
+    """An exception for a literal that `json` accepts but Weftune refuses, such as NaN. The position of the
+    literal is not known."""
 
     def __init__(self, sentence: str, text: str) -> None:
         super().__init__(sentence)
@@ -105,7 +105,7 @@ def json_error_text(problem: Exception, line: str = "") -> str:
 
 
 def _error_reason(problem: json.JSONDecodeError) -> str:
-    """Return the message of a JSON error, without the word `at` with which some messages end."""
+    """Return the message of a JSON error. A trailing word `at`, with which some messages end, is removed."""
     return problem.msg.lower().removesuffix(" at")
 
 
@@ -136,7 +136,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
 
 
 class _TextWindow:
-    """The part of a large JSON text that is in memory, at most a few rows."""
+    """A buffer with the part of a large JSON text that is in memory, at most a few rows."""
 
     def __init__(self, file: TextIO, label: str) -> None:
         self._file = file

@@ -48,8 +48,8 @@ def refuse_expansion(path: Path, label: str) -> None:
 
 @lru_cache(maxsize=64)
 def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
-    """Check the decompressed size of a file. The result is cached until the file changes, since rows are read
-    several times."""
+    """Check the size that a file has when it is decompressed. The result is cached until the file changes,
+    since rows are read several times."""
     try:
         if _max_uncompressed_bytes(path) <= HARMLESS_BYTES:
             return
@@ -65,7 +65,8 @@ def _check_file(path: Path, label: str, size: int, _modified_ns: int) -> None:
 
 
 def count_bytes(path: str, max_bytes: int) -> int:
-    """Return the uncompressed size in bytes of the whole file. Raise DataError if it exceeds `max_bytes`."""
+    """Return the size in bytes of a Parquet file's whole content when it is decompressed. Raise DataError if
+    it exceeds `max_bytes`."""
     import pyarrow
 
     total = 0

@@ -59,8 +59,8 @@ class Prepared:
 
     def add_mismatched_samples(self, batch_size: int, seed: int, max_tokens: int) -> Prepared:
         """Return the samples together with mismatched ones for KTO, which are prompts with the answers of
-        other samples in the same batch. Batches of training rows are those of the first epoch; held-out rows
-        are taken in their own order."""
+        other samples in the same batch. For training rows, the batches are those of the first epoch; held-out
+        rows are taken in their own order."""
         rows = SampleOrder(len(self.train), batch_size, seed).rows_of_epoch(0)
         held_out = self.evaluation
         if held_out is not None:
@@ -75,12 +75,14 @@ class Prepared:
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The training and any held-out samples, each followed by samples with the answers of other
-        prompts."""
+        """The sets of samples, in this order: training samples, mismatched training samples, held-out
+        samples, mismatched held-out samples. Mismatched samples are prompts with the answers to other
+        prompts. Sets that the job lacks are left out."""
         return (*self.train.parts, *(() if self.evaluation is None else self.evaluation.parts))
 
     def with_references(self, references: NDArray[np.float64]) -> Prepared:
-        """Return the samples with reference log-probabilities, those of the training samples first."""
+        """Return the samples with their log-probabilities under the reference policy. In `references`,
+        training samples come first."""
         held_out, border = self.evaluation, sum(map(len, self.train.parts))
         return replace(
             self,
@@ -90,7 +92,7 @@ class Prepared:
 
 
 class SharedData:
-    """The data of many jobs. Data that several jobs share is tokenised, read and held once.
+    """The data of many jobs. Data that several jobs share is tokenised, read and kept in memory once.
 
     The tokenizer's fingerprint and the chat templates are computed once for all jobs.
     """
@@ -101,10 +103,12 @@ class SharedData:
         self.encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
         self._cache, self._context = cache, context
         self._templates: dict[str | None, tuple[Template | None, Template | None]] = {}
-        """Maps `data.chat_template` to two templates: one for plain rows, and one for rows with tools."""
+        """Maps the value of `data.chat_template` to a pair of templates: one for rows without tools, and one
+        for rows with tools. A template is None if there is no such template."""
         self._results: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
-        """Maps `data_identity` to the spec and its result. The spec is kept because it keeps rows from Python
-        alive, which are identified by their address."""
+        """Maps the key that `data_identity` returns to a spec and the samples (or the error) that followed
+        from it. The spec is kept because it keeps rows from Python alive, which are identified by their
+        address."""
 
     def prepare(
         self,
@@ -113,8 +117,8 @@ class SharedData:
         progress: Progress | None = None,
         row_kind: RowKind = "answers",
     ) -> Prepared:
-        """Return a job's samples, and cache them on disk for later runs. A preference pair becomes two
-        consecutive samples, the chosen one first."""
+        """Return a job's tokenised samples, and cache them on disk for later runs. A preference pair becomes
+        two consecutive samples, the chosen one first."""
         key = data_identity(data, evaluation, row_kind)
         if key not in self._results:
             try:
@@ -162,7 +166,7 @@ class SharedData:
         return Prepared(train, evaluated, notes, evaluates_training_rows)
 
     def rules(self, data: DataSpec, row_kind: RowKind = "answers") -> Rules:
-        """Return the settings by which a job's rows are converted to samples."""
+        """Return the settings by which a job's rows are converted to samples, such as the maximum length."""
         encoder, context, chosen = self.encoder, self._context, data.chat_template
         if chosen not in self._templates:
             plain, for_tools = (
@@ -185,7 +189,8 @@ def prepare(
     progress: Progress | None = None,
     row_kind: RowKind = "answers",
 ) -> Prepared:
-    """Return the samples of one job; `tokenizer` may be an `Encoder`. For several jobs see `SharedData`."""
+    """Return the samples of one job; `tokenizer` may be an `Encoder`. `SharedData` does the same for several
+    jobs and reads shared data only once."""
     return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress, row_kind)
 
 
@@ -265,7 +270,8 @@ def _open_training(data: DataSpec) -> list[Table]:
 
 
 def _source_label(source: Source, names: Counter[str]) -> str:
-    """Return the label of a source: its file name, or its whole path if another file has the same name."""
+    """Return the label of a source of rows for messages: its file name, or its whole path if another file has
+    the same name."""
     path = Path(source.path)
     return path.name if path.exists() and names[path.name] == 1 else source.path
 
@@ -336,8 +342,8 @@ def _split_rows(
 
 
 def _hash_threshold(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
-    """Return the largest hash for which a row is held out. It is chosen so that at least one row is held out,
-    but never all."""
+    """Return the largest hash for which a row is held out. The threshold is chosen so that at least one row
+    is held out, but never all."""
     distinct = np.unique(rows)
     if len(distinct) < 2:
         raise DataError(

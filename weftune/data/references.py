@@ -21,7 +21,8 @@ from weftune.errors import OutputError
 
 
 def reference_key(*identity: object) -> str:
-    """Return a hash of everything that determines the reference log-probabilities of some samples."""
+    """Return a hash of everything that determines the log-probabilities of samples under a reference
+    policy."""
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 
 class BadRow(Exception):
-    """Raised for an unusable row. The message is a sentence for the user, without the location."""
+    """An exception for an unusable row. The message is a sentence for the user, without the row's
+    location."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the error as JSON values, from which `bad_row_from_json` restores it in another process."""
@@ -18,14 +19,17 @@ class BadRow(Exception):
 
 
 class CommonBadRow(BadRow):
-    """Raised for a row that is unusable for a reason that many rows share; they are reported together."""
+    """An exception for a row that is unusable for a reason that many rows share. Rows with the same reason
+    are reported together."""
 
     def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
         super().__init__(sentence)
         self.kind = kind
-        """Kind of problem. Rows with the same kind of problem are reported together."""
+        """Kind of the problem that makes the row unusable. Rows with the same kind of problem are reported
+        together."""
         self.remedy = remedy
-        """Advice for the user, in which `{needed_tokens}` is replaced by the maximum over the rows."""
+        """Advice for the user. The text `{needed_tokens}` in it is replaced by the largest number of tokens
+        that a row with this problem needs."""
         self.needed_tokens = needed_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -40,7 +44,8 @@ def bad_row_from_json(json_values: Mapping[str, Any]) -> BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row and its location (`file.jsonl:LINE`); `problem` is the reason if it could not be read."""
+    """A row of data and its location (`file.jsonl:LINE`). `problem` is the reason why the row could not be
+    read, if there is one."""
 
     location: str
     value: Mapping[str, Any]
@@ -49,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows that can be iterated repeatedly, and the hash of their content."""
+    """A source of rows that can be iterated repeatedly, with a hash of its content."""
 
     label: str
     digest: str
@@ -59,12 +64,13 @@ class Table:
 
 
 MAX_DEPTH = 64
-"""Maximum nesting depth of lists and objects, since the code that walks through rows recurses."""
+"""Maximum nesting depth of lists and objects in a row, since the code that processes rows is recursive."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 
 
 def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
-    """Return whether the value is nested more than `max_depth` deep, without recursing any deeper."""
+    """Return whether lists and objects in `value` are nested more than `max_depth` deep. The check itself
+    recurses no deeper than that."""
     if isinstance(value, Mapping):
         children: Collection[object] = value.values()
     elif isinstance(value, list | tuple):
@@ -76,8 +82,8 @@ def is_nested_deeply(value: object, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def is_deep_json(text: str, value: object) -> bool:
-    """Return whether `value`, which was parsed from `text`, is nested too deeply. To save time, the value is
-    not searched if the text has few brackets."""
+    """Return whether `value`, which was parsed from `text`, is nested deeper than `MAX_DEPTH`. To save time,
+    the value is not searched if the text has few brackets."""
     return text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeply(value)
 
 

@@ -17,7 +17,8 @@ from weftune.data.cache import SampleStore
 
 @dataclass(frozen=True, slots=True)
 class StoreRows:
-    """The selected samples of one store, and how often each is shown per epoch."""
+    """The samples that a job uses from one store (a cached table of tokenised samples), and how often each is
+    shown per epoch."""
 
     store: SampleStore
     row_indices: NDArray[np.int64]
@@ -25,7 +26,8 @@ class StoreRows:
 
 
 class Samples:
-    """The training or evaluation samples of one job, from several stores if the data is a mixture."""
+    """The training samples or the evaluation samples of one job, which come from several stores if the data
+    is a mixture."""
 
     def __init__(
         self, selections: Sequence[StoreRows], fingerprint: str, group_size: int = 1, has_labels: bool = False
@@ -39,8 +41,8 @@ class Samples:
         self.supervises_prompts = False
         """Whether the first sample of each pair is supervised from its first token."""
         self.rows_before = 0
-        """Number of virtual tokens that the adapter inserts before every sample. They count towards its
-        length."""
+        """Number of virtual tokens that the adapter inserts before every sample. These tokens count towards
+        the sample's length."""
         self.first_position = 0
         """Position of the first token of every sample. Earlier positions belong to the prefix keys of an
         adapter."""
@@ -48,7 +50,8 @@ class Samples:
         """Sum of the reference policy's log-probabilities over the supervised tokens of each sample. None if
         they are not known, or if the job has no reference policy."""
         self.desirable: NDArray[np.bool_] | None = None
-        """Label of each sample. None unless the samples are labelled answers."""
+        """For each sample, whether its answer is desirable. None unless the samples are answers with a
+        label."""
         if has_labels:
             self.desirable = np.concatenate([_sample_labels(selection) for selection in selections])
         self.mismatched_samples: Samples | None = None
@@ -82,20 +85,21 @@ class Samples:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the data, each of which is one sample or a pair of samples."""
+        """Number of rows of the data. A row is one sample or, for preference data, a pair of samples."""
         return len(self) // self.group_size
 
     def row_hashes(self) -> NDArray[np.uint64]:
-        """Return, for every sample, the `row_hash` of the row from which it was made."""
+        """Return, for every sample, the 64-bit hash of the row from which it was made."""
         return np.concatenate([rows[chosen] for rows, chosen in self._rows])
 
     def sample_order(self, batch_size: int, seed: int) -> SampleOrder:
-        """Return the order in which the samples are trained, with `batch_size` rows per global batch."""
+        """Return the order in which the job trains on the samples, with `batch_size` rows per global
+        batch."""
         weights = None if self.weights is None else self.weights[:: self.group_size]
         return SampleOrder(self.rows, batch_size, seed, weights, self.group_size)
 
     def supervise_prompts(self) -> Samples:
-        """Return the pairs with the prompts of chosen samples supervised too."""
+        """Return the samples of preference pairs with the prompts of chosen samples supervised too."""
         assert self.group_size == 2
         assert self.rows_before == 0
         changed = copy.copy(self)
@@ -131,7 +135,8 @@ class Samples:
         return paired
 
     def answer_tokens(self, index: int) -> int:
-        """Return the number of answer tokens of sample `index`, whether or not a row predicts them."""
+        """Return the number of answer tokens of sample `index`, including a first token that no earlier token
+        predicts."""
         return int(self._stored_row(index)[1].sum())
 
     def add_prefix(self, rows: int, keys: int = 0) -> Samples:
@@ -159,12 +164,13 @@ class Samples:
 
     @property
     def parts(self) -> tuple[Samples, ...]:
-        """The samples, followed by any prompts with other samples' answers."""
+        """The sets of samples: the samples themselves, followed by the mismatched samples (prompts with the
+        answers to other prompts) if there are any."""
         return (self,) if self.mismatched_samples is None else (self, self.mismatched_samples)
 
     def with_references(self, references: NDArray[np.float64]) -> Samples:
-        """Return the samples with their reference log-probabilities. In `references`, prompts with other
-        samples' answers come last."""
+        """Return the samples with their log-probabilities under the reference policy. In `references`,
+        mismatched samples (prompts with the answers to other prompts) come last."""
         assert len(references) == sum(map(len, self.parts))
         scored, border = copy.copy(self), len(self)
         scored.references = references[:border]
@@ -179,7 +185,8 @@ class Samples:
 
     @property
     def longest_row_tokens(self) -> int:
-        """Maximum number of tokens that must share a microbatch: the length of the longest sample or pair."""
+        """Maximum number of tokens that must be in the same microbatch: the length of the longest sample or
+        preference pair."""
         return int(self._row_lengths().max())
 
     def _row_lengths(self) -> NDArray[np.int64]:
@@ -189,11 +196,11 @@ class Samples:
         return self.tokens_and_mask(index)[0]
 
     def mask(self, index: int) -> NDArray[np.bool_]:
-        """Return the mask of supervised tokens of sample `index`."""
+        """Return the mask that says which tokens of sample `index` are supervised."""
         return self.tokens_and_mask(index)[1]
 
     def tokens_and_mask(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens and the mask of sample `index` with a single lookup."""
+        """Return the tokens of sample `index`, and the mask that says which of them are supervised."""
         tokens, mask = self._stored_row(index)
         if self._partners is not None:
             other, other_mask = self._stored_row(int(self._partners[index]))
@@ -221,9 +228,9 @@ def _sample_labels(selection: StoreRows) -> NDArray[np.bool_]:
 
 
 class SampleOrder:
-    """The order of a job's samples in global batches, a pure function of the seed and the epoch. Every epoch
-    has a new permutation of the rows; its last batch may be smaller. A row is one sample, or the `group_size`
-    samples of a pair.
+    """The order of a job's samples in global batches (one per optimizer step), which is a pure function of
+    the seed and the epoch. Every epoch has a new permutation of the rows, and the epoch's last batch may be
+    smaller. A row is one sample, or the `group_size` samples of a pair.
 
     A weight of 2 shows a sample twice per epoch. With a weight of 0.5, one half of the samples is shown in
     one epoch and the other half in the next: each epoch continues in a fixed, seeded cycle of those samples.
@@ -253,7 +260,7 @@ class SampleOrder:
         self._latest_epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """Return the indices of the samples of global batch `step`, counted from 1."""
+        """Return the indices of the samples in the global batch of optimizer step `step`, counted from 1."""
         assert step >= 1
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         start = within * self._batch_size
@@ -295,5 +302,6 @@ def _sampling_cycles(weights: NDArray[np.floating], seed: int) -> tuple[tuple[ND
 
 
 def _permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """Return a random permutation. It is made from raw bits, so that it is equal in all versions of numpy."""
+    """Return a random permutation. The permutation is computed from raw bits, so that it is equal in all
+    versions of numpy."""
     return np.argsort(np.random.PCG64(list(key)).random_raw(count), kind="stable")

@@ -13,7 +13,7 @@ Format = Literal[
     "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "kto", "tokens"
 ]
 RowKind = Literal["answers", "pairs", "labelled"]
-"""The rows that an objective trains on: any answers, preference pairs, or answers with a label."""
+"""Kind of rows that an objective trains on: any answers, preference pairs, or answers with a label."""
 DEFAULT_MAX_LENGTH = 2048
 TrainOn = Literal["assistant", "all", "completion"]
 
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """The source of a job's rows and the options for turning them into samples."""
+    """The source of a job's rows, and the options by which rows become samples (key `data` of a job)."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "arbitrary_types_allowed": True}
 
@@ -63,8 +63,8 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSpec:
-    """The number of held-out prompts that are answered at each evaluation, and the maximum length of an
-    answer."""
+    """Settings of the answers to held-out prompts at each evaluation: how many prompts are answered, and the
+    maximum length of an answer in tokens."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -93,10 +93,10 @@ class EvalSpec:
     path: str | None = None
     fraction: Annotated[float | None, Bound(above=0, below=1)] = None
     every: Annotated[float | None, RUN_SHARE] = None
-    """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None
-    evaluates only at step 0 and at the end."""
+    """Interval between evaluations: below 1 a fraction of the run, otherwise a number of steps. None means
+    that the job is evaluated at step 0 and at the end only."""
     generate: GenerateSpec | None = None
-    """Answers to held-out prompts at each evaluation. None generates none."""
+    """Settings of the answers to held-out prompts at each evaluation. None generates no answers."""
     metric: str | None = None
     """Metric of the answers by which evaluations are compared: `exact_match`, or a Python function as
     `FILE.py:FUNCTION`. None compares the validation loss."""

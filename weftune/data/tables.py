@@ -61,8 +61,8 @@ def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
 
 
 class _Lines:
-    """An iterator over the lines of a CSV file that never holds more than `MAX_LINE_LENGTH` characters of a
-    line."""
+    """An iterator over the lines of a CSV file. A line with `MAX_LINE_LENGTH` characters or more is an error,
+    and is never in memory as a whole."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -111,7 +111,8 @@ def read_python_rows(rows: Iterable[Any], label: str) -> Iterator[Row]:
 
 
 def _iterate_rows(rows: Any) -> Iterator[Any]:
-    """Yield the rows. A `datasets.Dataset` is read in batches, which is ten times faster."""
+    """Yield rows that were passed from Python. A `datasets.Dataset` is read in batches, which is ten times as
+    fast as row by row."""
     if not hasattr(rows, "with_format"):
         yield from rows
         return

@@ -39,7 +39,8 @@ CHATML = "chatml"
 MAX_PRINTED_CHARACTERS = 16_000_000
 """Maximum number of characters that a template may print for a row."""
 FIXED_DATE = datetime(2024, 7, 26)
-"""Fixed date that templates print, so that samples do not depend on the day. It is Llama's default."""
+"""Date that templates print in place of the current one, so that samples do not depend on the day. It is the
+default date of Llama's template."""
 KEY = "data.chat_template"
 
 
@@ -71,7 +72,8 @@ def _chatml(tokenizer: Any) -> str:
 
 
 class Template:
-    """A template with the tokenizer's special tokens, rendered in the limited process."""
+    """A chat template with the tokenizer's special tokens. It is rendered in a process with limited time and
+    memory."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         self.source = source
@@ -98,8 +100,8 @@ class Template:
     def render_chats(
         self, chats: Sequence[Chat], end_strings: Collection[str] | None
     ) -> list[tuple[Rendered, ...] | BadRow]:
-        """Render each chat. Return its samples, or a BadRow with the reason why it is unusable. Without
-        `end_strings`, all text is supervised."""
+        """Render each chat. Return for each one the texts of its samples, or a BadRow with the reason why the
+        chat is unusable. Without `end_strings`, all text is supervised."""
         rows = _run(render_rows, self.source, self._special, list(chats), end_strings) if chats else []
         return [
             bad_row_from_json(row) if isinstance(row, dict) else tuple(map(Rendered.from_json, row))
@@ -108,7 +110,8 @@ class Template:
 
 
 _REFUSED_TEMPLATES: dict[str, str] = {}
-"""Maps each template that exceeded a limit to the reason, so that it is not tried again."""
+"""Maps each template that exceeded a limit of time or memory to the reason, so that the template is not tried
+again."""
 
 
 @lru_cache(maxsize=8)
@@ -117,7 +120,8 @@ def _fetch_template_properties(source: str, special_tokens: str) -> Any:
 
 
 def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
-    """Call a function of this module in the limited process and return its result."""
+    """Call a function of this module in the process with limited time and memory, and return the function's
+    result."""
     try:
         if source not in _REFUSED_TEMPLATES:
             return run_limited(function, source, *arguments)
@@ -130,7 +134,8 @@ def _run(function: Callable[..., Any], source: str, *arguments: Any) -> Any:
 
 
 class SandboxedTemplate:
-    """A compiled template with the tokenizer's special tokens, inside the limited process."""
+    """A compiled chat template with the tokenizer's special tokens, for use inside the process with limited
+    time and memory."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         environment = _Sandbox(
@@ -202,7 +207,7 @@ class _PrintsTooMuch(Exception):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox that also refuses products and sums whose result would be too long."""
+    """A Jinja sandbox that also refuses products and sums whose result would be too long."""
 
     intercepted_binops = frozenset(["*", "+"])
 

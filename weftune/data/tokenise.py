@@ -27,12 +27,12 @@ SKIP = "leave such rows out with `data.skip_bad_rows: true`"
 RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
 SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
 Outcome = tuple[Sample, ...] | BadRow
-"""Samples of one row, or the reason why the row is unusable."""
+"""The samples of one row of data, or the reason why the row is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings that determine, together with the rows, the samples of a job."""
+    """The settings that determine, together with the rows of data, the samples of a job."""
 
     spec: DataSpec
     encoder: Encoder
@@ -41,7 +41,8 @@ class Rules:
     """Template for rows with tools, if the tokenizer has a separate one for them."""
     max_tokens: int
     context: int | None
-    """Maximum number of tokens that the base supports, if known; `max_tokens` never exceeds it."""
+    """Maximum number of tokens that the base supports, if this is known; `max_tokens` is never larger. None
+    if it is unknown."""
     row_kind: RowKind = "answers"
 
 
@@ -81,8 +82,8 @@ class Tokeniser:
         return kept
 
     def _no_supervision_error(self, samples: Sequence[Sample]) -> BadRow:
-        """Return the error for a row without supervised tokens. It says whether they were lost by
-        truncation."""
+        """Return the error for a row without supervised tokens. The error says whether the row lost such
+        tokens by truncation."""
         reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
         if not reached:
             return BadRow("the row has no supervised token")
@@ -132,7 +133,7 @@ class Tokeniser:
 
     def _encode_sides(self, content: Pair | Labelled, chats: Iterator[Outcome]) -> Sequence[Outcome]:
         """Return the sides of a pair or of a labelled answer, each as the tokens of its prompt and all of its
-        tokens. `chats` yields the sides that are chats."""
+        tokens. `chats` yields the tokens of those sides that are chats."""
         parts = [
             [side.text, side.completion] if isinstance(side, Text) else list(side.messages)
             for side in content.sides
@@ -142,8 +143,8 @@ class Tokeniser:
         return self._encode_text_sides(texts) if texts else [next(chats) for _ in content.sides]
 
     def _encode_text_sides(self, sides: Sequence[Text]) -> Sequence[Outcome]:
-        """Return answers to one prompt, each as the prompt's tokens and all of its tokens. Prompt and answer
-        are tokenised together, as in TRL."""
+        """Return for each text (a prompt with one answer) a pair: the tokens of the prompt, and the tokens of
+        prompt and answer together. Prompt and answer are tokenised together, as in TRL."""
         encoder = self._encoder
         if encoder.eos is None:
             raise DataError("the base's tokenizer has no end-of-text token, which answers end with")
@@ -155,8 +156,8 @@ class Tokeniser:
 
     def _join_sides(self, content: Pair | Labelled, sides: Sequence[Outcome]) -> Outcome:
         """Return the samples of a pair or of a labelled answer. Each of `sides` consists of the tokens of the
-        prompt and all tokens. The answers of a pair begin where the first of them differs from the prompt, as
-        in TRL, so both samples have the same prompt tokens."""
+        prompt, and the tokens of prompt and answer together. The answers of a pair begin where the first of
+        them differs from the prompt, as in TRL, so both samples have the same prompt tokens."""
         side_samples: list[Sequence[Sample]] = []
         for side in sides:
             if isinstance(side, BadRow):

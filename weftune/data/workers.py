@@ -31,8 +31,8 @@ SINGLE_CORE_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS":
 """Environment variables that limit the libraries of each worker to one core."""
 
 Work = Callable[[Any, Any], Any]
-"""Module-level function that workers call for each item. Its arguments are the values shared by all items,
-and the item."""
+"""Module-level function that workers call for each item. The function's arguments are the values shared by
+all items, and the item."""
 
 
 def worker_count() -> int:
@@ -43,10 +43,12 @@ def worker_count() -> int:
 
 class Workers:
     def __init__(self, count: int) -> None:
-        """Create `count` workers. Their processes are started by `start`, or when they are needed."""
+        """Create `count` workers. Their processes are started by `start`, or when the first item needs
+        them."""
         self._count = count
         self.has_answered = False
-        """Whether any worker has answered yet. Starting a worker takes a moment."""
+        """Whether any worker has answered yet. Until then, the caller should do the work itself, since
+        starting a worker takes a moment."""
         self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -116,7 +118,8 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_digest = b""
-        """Digest of the shared values last sent to the process."""
+        """Digest of the shared values that were last sent to the process, so that equal values are not sent
+        again."""
 
     def request(self, shared_values: bytes, payload: bytes) -> bytes:
         """Return the pickled result that the process computed for an item; empty if it failed or died."""
@@ -146,7 +149,8 @@ class _Worker:
 
 _LOCK = threading.Lock()
 _WORKERS: dict[int, Workers] = {}
-"""Maps a process id to its workers, so that a forked process does not use its parent's workers."""
+"""Maps the id of a process to the workers that it has created, so that a forked process does not use its
+parent's workers."""
 
 
 def get_workers(count: int) -> Workers:

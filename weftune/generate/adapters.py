@@ -1,4 +1,4 @@
-"""Functions that attach finished adapters to a base, for passes that train nothing."""
+"""Functions that attach finished adapters to a base model for inference, without training them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weftune.run.training.state import master_dtype
 
 
 def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) -> None:
-    """Attach the adapter in `folder` under `name`. Raise AdapterError if it belongs to another base."""
+    """Attach the adapter in `folder` under `name`. Raise AdapterError if the adapter belongs to another base
+    model."""
     check_adapter_folder(folder)
     kind, sites = kind_of_folder(folder), adapted_base.base.shape.sites
     spec = kind.spec_of(folder)
@@ -38,7 +39,7 @@ def attach_adapter_folder(adapted_base: AdaptedBase, name: str, folder: Path) ->
 def attach_frozen_adapter(
     adapted_base: AdaptedBase, adapter: JobAdapter, layout: VectorLayout, weights: Tensor
 ) -> None:
-    """Attach an adapter that is not trained, so that its gradient takes no memory."""
+    """Attach an adapter without gradients, for inference only, so that gradients take no memory."""
     gradient = torch.empty(layout.size, dtype=master_dtype(weights.dtype), device="meta")
     with adapted_base.on_stream():
         adapted_base.banks.attach(adapter, layout, weights, gradient)

@@ -1,5 +1,5 @@
-"""Text answers to prompts by a base with finished adapters: chat templates, stop strings, and text that is
-streamed while it is generated."""
+"""Text answers to prompts by a base model with finished adapters: chat templates, stop strings, and text that
+is streamed while it is generated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weftune.generate.sampling import GREEDY, Sampling
 from weftune.run.passes.adapted import AdaptedBase
 
 BASE = "base"
-"""Placeholder for the base without an adapter in lists of adapters."""
+"""Name that stands for the base model without an adapter in lists of adapters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +34,13 @@ class StreamedAnswer:
     generation: Generation
     tokenizer: PreTrainedTokenizerBase
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. They are not part of its text."""
+    """Strings that end the answer. These strings are not part of the answer's text."""
     text: str = ""
     """Text generated so far. A character is left out until all of its bytes have been generated."""
     is_stopped: bool = False
     """Whether a stop string has ended the answer."""
     _final_token_count: int = field(default=0)
-    """Number of generated tokens whose text is final: later tokens cannot change it."""
+    """Number of generated tokens whose text is final, since later tokens cannot change it."""
     _final_text: str = ""
 
     @property
@@ -79,7 +79,7 @@ def _stop_string_overlap(text: str, stop: str) -> int:
 
 
 class Answers:
-    """A base and its adapters, loaded once, that answer any number of prompts together."""
+    """A base model and its adapters, loaded once, that answer any number of prompts in shared batches."""
 
     def __init__(
         self, base: BaseSpec, adapters: Mapping[str, Path], device: torch.device | None = None
@@ -97,7 +97,7 @@ class Answers:
         self.stop_ids = stop_ids(self.adapted.base.model, own)
 
     def adapter_title(self, adapter: str) -> str:
-        """Return the name under which the answers of an adapter are shown."""
+        """Return the title under which the answers of an adapter, or of the base model, are shown."""
         return f"{BASE} ({self.spec.model})" if adapter == BASE else adapter
 
     def is_reward_model(self, adapter: str) -> bool:
@@ -137,7 +137,8 @@ class Answers:
 
 
 PAGE_SLACK = 64
-"""Additional cache positions per sequence, for virtual tokens and for the unused end of the last page."""
+"""Number of positions that are added to each sequence when its cache is sized: for virtual tokens, and for
+the unused end of its last page."""
 
 
 def cache_budget(device: torch.device) -> int:
@@ -160,7 +161,8 @@ def generate_answers(
     device: torch.device | None = None,
     with_base: bool = True,
 ) -> dict[str, str]:
-    """Return the greedy answers of the base (if `with_base`) and of each adapter to one prompt."""
+    """Return the greedy answers of each adapter to one prompt and, if `with_base`, the answer of the base
+    model without an adapter."""
     answers = Answers(base, adapters, device)
     names = [BASE, *adapters] if with_base else list(adapters)
     messages = chat_messages(prompt, system)

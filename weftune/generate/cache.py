@@ -28,9 +28,10 @@ PAGE_ROWS = 16
 """Number of rows (positions) of a sequence in one page."""
 
 PageKey = bytes
-"""A digest of an adapter, its version, and all tokens up to the end of a page."""
+"""A digest of an adapter, the version of its weights, and all tokens of a sequence up to the end of a
+page."""
 RecurrentStates = dict[int, tuple[Tensor, Tensor]]
-"""Maps a layer number to the state of its recurrence for one sequence."""
+"""Maps a layer number to the state of the layer's recurrence for one sequence."""
 
 
 def page_keys(adapter: str | None, weights_version: Hashable, tokens: Sequence[int]) -> list[PageKey]:
@@ -46,8 +47,8 @@ def page_keys(adapter: str | None, weights_version: Hashable, tokens: Sequence[i
 
 
 class PagePool:
-    """The page numbers of a cache. It records which pages are free, and which can be shared because they hold
-    the first tokens of a sequence.
+    """The page numbers of a cache. This pool records which pages are free, and which can be shared because
+    they hold the first tokens of a sequence.
 
     A page with a key stays readable after its last user has released it, until another sequence needs the
     memory. The page that has been unused for longest is reused first.
@@ -68,8 +69,9 @@ class PagePool:
         return len(self._free) + len(self._unused_pages)
 
     def acquire_pages(self, keys: Sequence[PageKey], count: int) -> tuple[list[int], int] | None:
-        """Return `count` pages for a new sequence whose first full pages have these `keys`, and the number of
-        those pages that already hold the keys and values. Return None if there are not enough pages."""
+        """Return `count` pages for a new sequence whose first full pages have these `keys`, and how many of
+        these pages are shared ones that already hold keys and values. Return None if there are not enough
+        pages."""
         shared_pages: list[int] = []
         for key in keys:
             if (page := self._page_by_key.get(key)) is None:
@@ -112,7 +114,8 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The shapes (heads, width of a head) of the keys and of the values of one row in one layer."""
+    """The shapes (number and width of heads) of the keys and of the values of one row (token) in one
+    layer."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -126,7 +129,7 @@ class KeyValueShape:
 @dataclass(slots=True)
 class CacheProbe:
     """A stand-in for a cache that records the shapes of a model's keys and values. The size of the real cache
-    is computed from them."""
+    is computed from these shapes."""
 
     pack: Pack
     states: tuple[RecurrentStates, ...]
@@ -152,7 +155,8 @@ class PagedCache:
     def __init__(self, probe: CacheProbe, pages: int, example: Tensor) -> None:
         self.pool = PagePool(pages)
         self.spare_page = pages
-        """Page for rows that belong to no sequence: padded passes write their padding there."""
+        """Number of a page for rows that belong to no sequence: padded passes write the keys and values of
+        their padding there."""
         rows = (pages + 1) * PAGE_ROWS
         self.layers = {
             layer: (example.new_empty(rows, *shape.keys), example.new_empty(rows, *shape.values))
@@ -172,7 +176,8 @@ def page_rows(pages: Sequence[int], start: int, stop: int) -> Tensor:
 
 @dataclass(slots=True)
 class CachedSequence:
-    """The rows of one sequence in a pass and in the cache."""
+    """The rows (tokens) of one sequence that a pass computes, and the pages that hold the sequence in the
+    cache."""
 
     pages: Sequence[int]
     start: int
@@ -217,8 +222,8 @@ class CachedRows:
         """Indices of the cache rows for the prefix keys of each sequence that has prefix keys and is in its
         first pass."""
         self._is_fresh = all(is_first) and not self._prefix_rows
-        """Whether the pass's rows attend only to one another, as in training, so that no cached row is
-        read."""
+        """Whether the pass's rows attend only to one another, as in training, so that no row is read from the
+        cache."""
         self._read_rows: list[Tensor] = []
         if not self._is_fresh:
             self._read_rows = [to_device(page_rows(one.pages, 0, one.stop), device) for one in sequences]
@@ -257,9 +262,9 @@ class DecodedRows:
         self._layers = cache.layers
         self._spare_page = cache.spare_page
         self.new_rows_B = torch.zeros(sequences, dtype=torch.int64, device=device)
-        """Index of the cache row to which each sequence's new row is written."""
+        """For each sequence, the index of the cache row to which its new row (token) is written."""
         self.lengths_B = torch.zeros(sequences, dtype=torch.int32, device=device)
-        """Number of rows of each sequence, including the new one."""
+        """For each sequence, its number of rows (tokens) in the cache, including the new one."""
         self.tables_BP = torch.full(
             (sequences, max_pages), self._spare_page, dtype=torch.int32, device=device
         )
@@ -268,8 +273,8 @@ class DecodedRows:
         self.fill(())
 
     def fill(self, sequences: Sequence[CachedSequence]) -> None:
-        """Fill the tensors with these sequences. The remaining rows belong to no sequence; they read and
-        write the spare page."""
+        """Fill the tensors with the data of these sequences. The remaining entries belong to no sequence;
+        they read and write the spare page."""
         count, width = self.tables_BP.shape
         lengths = np.ones(count, dtype=np.int32)
         written = np.full(count, self._spare_page * PAGE_ROWS)

@@ -1,8 +1,8 @@
-"""The decoder, which generates text with many adapters, and with the base alone, in shared passes.
+"""The decoder, which generates text with many adapters, and with the base model alone, in shared passes.
 
-A call of `run_pass` runs one pass. It processes either the prompts of newly admitted sequences or one more
-token of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like those
-of training and uses the same base, the same adapters and the same kernels.
+A call of `run_pass` runs one pass. The pass processes either the prompts of newly admitted sequences or one
+more token of every running sequence. Sequences of one adapter are adjacent, so a pass is a microbatch like
+those of training and uses the same base, the same adapters and the same kernels.
 
 Shapes: T rows of a pass, B sequences, D hidden width, V vocabulary.
 """
@@ -50,7 +50,7 @@ class Generation:
     """One sequence: its prompt, and the tokens generated so far."""
 
     adapter: str | None
-    """Name of the attached adapter. None selects the base alone."""
+    """Name of the attached adapter that generates the sequence. None selects the base model alone."""
     prompt: tuple[int, ...]
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +60,8 @@ class Generation:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Log-probability of each prompt token except the first. Empty unless `sampling.prompt_logprobs`."""
     versions: list[int] = field(default_factory=list)
-    """Version of the adapter that generated each token: for a training job, its optimizer step."""
+    """For each generated token, the version of the adapter that generated it: for a training job, its
+    optimizer step."""
     finish_reason: FinishReason | None = None
     inserted_rows: int = 0
     """Number of virtual tokens that the adapter inserts before the prompt, as in prompt tuning."""
@@ -78,18 +79,19 @@ class Generation:
 
     @property
     def positions(self) -> int:
-        """Number of positions up to the latest token, including virtual tokens and prefix keys of the
-        adapter."""
+        """Number of positions of the sequence up to its latest token, including virtual tokens and prefix
+        keys of the adapter."""
         return self.prefix_keys + self.inserted_rows + len(self.prompt) + len(self.tokens)
 
     @property
     def max_positions(self) -> int:
-        """Maximum number of positions that the sequence needs in the cache. The last token needs none, since
-        no later token attends to it."""
+        """Maximum number of positions that the sequence needs in the cache. The last token needs no position
+        there, since no later token attends to it."""
         return self.positions - len(self.tokens) + self.sampling.max_tokens - 1
 
     def uncached_tokens(self) -> list[int]:
-        """Return the tokens at the positions that are not cached yet. Virtual tokens appear as token 0."""
+        """Return the tokens at the positions whose keys and values are not cached yet. Virtual tokens appear
+        as token 0."""
         if self.tokens:
             return self.tokens[-1:]
         return ([0] * self.inserted_rows + list(self.prompt))[
@@ -99,7 +101,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StepAhead:
-    """The inputs of the next decode step, prepared before its tokens are known."""
+    """The inputs of the next decode step (one token of every sequence), prepared while the step that
+    generates these tokens still runs."""
 
     batch: list[Generation]
     microbatch: Microbatch
@@ -139,16 +142,16 @@ class Decoder:
         self._waiting_sequences: deque[Generation] = deque()
         self._running_sequences: list[Generation] = []
         self._prepared_step: StepAhead | None = None
-        """Inputs of the next decode step, used only if that step has the same sequences as the last one."""
+        """Inputs of the next decode step, used only if that step has the same sequences as the last step."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is waiting or running."""
+        """Whether no sequence waits for admission or is being generated."""
         return not self._waiting_sequences and not self._running_sequences
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a sequence has not been admitted yet."""
+        """Whether any sequence is still waiting to be admitted."""
         return bool(self._waiting_sequences)
 
     def submit(
@@ -222,7 +225,7 @@ class Decoder:
 
     def _admit(self) -> list[Generation]:
         """Admit waiting sequences in order, while there are enough pages for the longest possible answer of
-        each. A running sequence therefore never lacks memory. Return the admitted sequences."""
+        each. An admitted sequence therefore never runs out of memory. Return the admitted sequences."""
         admitted_sequences: list[Generation] = []
         rows = 0
         while self._waiting_sequences:
@@ -248,7 +251,7 @@ class Decoder:
         return admitted_sequences
 
     def _can_share_pages(self, generation: Generation) -> bool:
-        """Return whether the pages of the prompt can be shared with other sequences."""
+        """Return whether the cached pages of a sequence's prompt can be shared with other sequences."""
         starts_with_tokens = not generation.inserted_rows and not generation.prefix_keys
         return starts_with_tokens and not self._cache.is_recurrent and not generation.sampling.prompt_logprobs
 
@@ -284,7 +287,8 @@ class Decoder:
     # -- passes ------------------------------------------------------------------------------------------
 
     def _next_logits(self, batch: Sequence[Generation]) -> Tensor:
-        """Run the new rows of the sequences, and return the logits [B, V] of the last row of each."""
+        """Run the tokens of the sequences that are not cached yet through the base and the adapters, and
+        return the logits [B, V] of the last row of each sequence."""
         microbatch, sequences = self._build_batch(batch)
         counts = microbatch.sample_lengths
         decodes = all(one.tokens for one in batch)
@@ -299,7 +303,8 @@ class Decoder:
         return self._logits(h_TD[last], batch)
 
     def _build_batch(self, batch: Sequence[Generation]) -> tuple[Microbatch, list[CachedSequence]]:
-        """Return the new rows of the sequences as a microbatch, and their positions in the cache."""
+        """Return the tokens of the sequences that are not cached yet as a microbatch, and the positions of
+        these tokens in the cache."""
         if (ahead := self._prepared_step) is not None and ahead.batch == batch:
             tokens_T = torch.tensor([one.tokens[-1] for one in batch])
             return replace(ahead.microbatch, tokens_T=tokens_T), ahead.sequences
@@ -308,7 +313,8 @@ class Decoder:
         )
 
     def _build_next_step(self, batch: Sequence[Generation]) -> StepAhead:
-        """Prepare the next decode step, assuming that none of these sequences ends and none is admitted."""
+        """Prepare the inputs of the decode step after the current one, assuming that none of these sequences
+        ends and no other is admitted."""
         laid = self._build_rows(batch, [[0]] * len(batch), [one.positions for one in batch])
         return StepAhead(list(batch), *laid)
 
@@ -352,7 +358,8 @@ class Decoder:
         sequences: Sequence[CachedSequence],
         is_decode: bool,
     ) -> Tensor:
-        """Return the last hidden states [T, D]. `is_decode` says that every sequence has just one new row."""
+        """Run a microbatch through the layers and return its last hidden states [T, D]. `is_decode` says that
+        every sequence has just one new row."""
         banks, device = self._adapted.banks, self._base.device
         pack = attention.pack(microbatch.sample_lengths, device)
         cached_rows: CachedRows | DecodedRows
@@ -370,8 +377,8 @@ class Decoder:
             return self._base.hidden(microbatch, replace(pack, cache=cached_rows))
 
     def _logits(self, h_BD: Tensor, batch: Sequence[Generation]) -> Tensor:
-        """Return the logits [B, V] of one row per sequence. They are computed separately for an adapter that
-        has trained its own rows of the head."""
+        """Return the logits [B, V] of one row per sequence. The logits of an adapter that has trained its own
+        rows of the output layer are computed separately."""
         logits_BV = self._head.logits(h_BD)
         start = 0
         for adapter, run in groupby(batch, key=lambda one: one.adapter):
@@ -385,7 +392,8 @@ class Decoder:
         return logits_BV
 
     def _score_prompts(self, h_TD: Tensor, batch: Sequence[Generation], counts: Sequence[int]) -> None:
-        """Store the log-probabilities of the prompt tokens in the sequences that request them."""
+        """Store the log-probabilities of the prompt tokens in each sequence whose sampling settings request
+        them."""
         stops = list(accumulate(counts))
         for generation, stop in zip(batch, stops, strict=True):
             if generation.tokens or not generation.sampling.prompt_logprobs:
@@ -415,7 +423,8 @@ class Decoder:
 
     @torch.no_grad()
     def _probe_cache(self) -> CacheProbe:
-        """Run one token through the base to learn the shapes of its keys, values and recurrent states."""
+        """Run one token through the base model to find out the shapes of its keys, values and recurrent
+        states."""
         token = torch.zeros(1, dtype=torch.int64, device=self._base.device)
         pack = attention.pack((1,), self._base.device)
         probe = CacheProbe(pack, states=({},))
@@ -428,8 +437,8 @@ class Decoder:
 def _repeat_prefixes(
     prefixes: Sequence[tuple[Tensor, Tensor]], batch: Sequence[Generation]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the prefix keys and values for each sequence that is in its first pass and whose adapter has
-    prefix keys. `prefixes` has one entry per such adapter."""
+    """Return the prefix keys and values (of prefix tuning) for each sequence that is in its first pass and
+    whose adapter has prefix keys. `prefixes` has one entry per such adapter."""
     by_adapter = dict(
         zip(dict.fromkeys(one.adapter for one in batch if one.prefix_keys), prefixes, strict=True)
     )

@@ -1,5 +1,7 @@
-"""Evaluation of finished adapters and of the base alone on the same rows of data. Losses are computed in
-packed passes that all adapters share; then all greedy answers are generated in one batch.
+"""Evaluation of finished adapters and of the base model alone on the same rows of data.
+
+Losses are computed in packed passes that all adapters share; after that, all greedy answers are generated in
+one batch.
 
 Shapes: T rows of a pass, D hidden width.
 """
@@ -54,21 +56,22 @@ from weftune.run.training.state import EvaluationSums
 PASS_ROWS = 4096
 """Maximum number of rows (tokens) of a pass; a longer sample has a pass of its own."""
 ShowProgress = Callable[[str, int, int | None], None]
-"""Callback that receives a description of the counted items, the number of finished items, and the total or
-None."""
+"""Callback that reports progress. It receives a description of the counted items, the number of finished
+items, and their total number, or None if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """The data's rows as one adapter encodes them: with its tokenizer, chat template and settings."""
+    """Rows of data as one adapter encodes them: with the tokenizer, chat template and settings of its
+    training."""
 
     encoder: Encoder
     """Encoder with the tokenizer of the adapter."""
     samples: Samples
     rows: int
-    """Number of rows of the data from which `samples` were made."""
+    """Number of rows of data from which the samples were made."""
     notes: list[str]
-    """Sentences about rows that were skipped or truncated."""
+    """Sentences for the user about rows of data that were skipped or truncated."""
     virtual_rows: int = 0
     """Number of virtual tokens that the adapter inserts before every sample, as in prompt tuning."""
     virtual_keys: int = 0
@@ -76,7 +79,8 @@ class EncodedRows:
     is_base: bool = False
     """Whether the samples pass through the base without any adapter."""
     rejected: Samples | None = None
-    """The rejected samples of preference pairs; `samples` are then the chosen ones. None for other data."""
+    """Rejected samples of preference pairs, in which case `samples` are the chosen ones. None for other
+    data."""
 
     def for_base(self) -> EncodedRows:
         """Return a copy of the encoded rows that is evaluated on the base without an adapter."""
@@ -96,9 +100,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the adapters of `answers`, given with their folders, and the bare base if `with_base`.
 
-    For every adapter, rows are encoded with the settings of its own training, and for the base as for the
-    first adapter. Answers have up to `max_tokens` tokens; 0 generates none. Rows that cannot be used are an
-    error unless `skip_bad_rows` or an adapter's training leaves them out.
+    Rows are encoded for every adapter with the settings of its own training, and for the base with the
+    settings of the first adapter. Answers have up to `max_tokens` tokens; with 0, no answers are generated.
+    Rows that cannot be used are an error unless `skip_bad_rows` or an adapter's training leaves them out.
     """
     table = open_path(data, None, Path(data).name)
     settings = {
@@ -163,7 +167,8 @@ def _recorded_settings(folder: Path) -> DataSpec:
 
 
 def _settings_with_format(table: Table, data: DataSpec) -> DataSpec | None:
-    """Return the data settings with a format that fits the table's first row; None if no format does."""
+    """Return the data settings, changed if necessary to a format that fits the table's first row. Return None
+    if no format fits."""
     row = rename_columns(next(table.rows(), Row("", {})).value, data.columns)
     if data.format != "auto" and has_columns(row, data.format):
         return data
@@ -174,8 +179,8 @@ def _settings_with_format(table: Table, data: DataSpec) -> DataSpec | None:
 def encode_rows(
     answers: Answers, name: str, table: Table, settings: DataSpec, show_progress: ShowProgress
 ) -> EncodedRows:
-    """Encode the table as training would for the adapter. Of answers with labels, only those labelled
-    desirable are used. Encoded rows are cached on disk."""
+    """Tokenise the table as training would for the adapter `name`. Of answers with labels, only those
+    labelled desirable are used. The result is cached on disk."""
     adapter, context = answers.adapted.banks.attached[name].adapter.spec, answers.adapted.base.shape.context
     if before := adapter.positions_before:
         settings = replace(settings, max_length=settings.max_sample_tokens(context - before))
@@ -207,8 +212,8 @@ def encode_rows(
 
 
 def rows_with_prompts(table: Table, settings: DataSpec) -> Iterator[AnsweredRow]:
-    """Yield the rows that have a prompt. The expected answer is the completion, or the text of the
-    assistant's message at the end of a chat."""
+    """Yield the rows of data that have a prompt, with the answer that is expected for it. The expected answer
+    is the completion, or the text of the assistant's message at the end of a chat."""
     format = find_format(table, settings, row_kind_name(settings.format))
     for row in table.rows():
         try:
@@ -241,8 +246,8 @@ def score_pairs(
     adapters: Mapping[str, Path],
     show_progress: ShowProgress,
 ) -> tuple[dict[str, EvaluationSums], dict[str, dict[str, float | None]]]:
-    """Return two mappings from adapters: one to the sums over the chosen samples, and one to the reward
-    metrics. The reward metrics of the base, which is the reference policy, are None."""
+    """Return two mappings from adapters: one to the sums of losses over the chosen samples, and one to the
+    reward metrics. The reward metrics of the base, which is the reference policy, are None."""
     references = {one.samples.fingerprint: name for name, one in encoded.items() if one.is_base}
     scored = dict(encoded)
     for name, one in encoded.items():
@@ -267,7 +272,8 @@ def score_pairs(
 
 
 def _reward_scale(folder: Path) -> float:
-    """Return `objective.beta` of a job that was trained with DPO, and the default value for other jobs."""
+    """Return the factor of a reward (`objective.beta`) of a job that was trained with DPO, and the default
+    value for other jobs."""
     found = read_job_file(folder)
     objective = found.values["job"].get("objective") if found is not None else None
     if not isinstance(objective, Mapping) or objective.get("kind") != "dpo":
@@ -299,8 +305,8 @@ def sum_losses(
 def run_passes(
     answers: Answers, encoded: Mapping[str, EncodedRows], show_progress: ShowProgress
 ) -> Iterator[tuple[Tensor, DeviceMicrobatch]]:
-    """Yield each packed pass over the samples of all adapters: its last hidden states [T, D] and its
-    microbatch. Passes run on the CUDA stream of the base."""
+    """Run packed passes over the samples of all adapters. Yield the last hidden states [T, D] and the
+    microbatch of each pass. Passes run on the CUDA stream of the base."""
     adapted = answers.adapted
     base, banks = adapted.base, adapted.banks
     total = sum(len(one.samples) for one in encoded.values())
@@ -376,8 +382,8 @@ def _reward_spec(folder: Path) -> RewardSpec:
 
 
 def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) -> Iterator[Microbatch]:
-    """Yield microbatches of at most `max_rows` rows; a longer sample is alone in one. The n-th samples of all
-    adapters are adjacent, so adapters share passes."""
+    """Yield microbatches of at most `max_rows` rows; a longer sample has a microbatch of its own. The n-th
+    samples of all adapters are adjacent, so adapters share passes."""
     samples = {
         name: one.samples.add_prefix(one.virtual_rows, one.virtual_keys) for name, one in encoded.items()
     }
@@ -397,7 +403,8 @@ def microbatches(encoded: Mapping[str, EncodedRows], max_rows: int = PASS_ROWS) 
 
 
 def _collate_parts(parts: Sequence[Part], encoded: Mapping[str, EncodedRows]) -> Microbatch:
-    """Return the samples as one microbatch, sorted by adapter. Samples of the base have no adapter."""
+    """Return the samples as one microbatch, sorted by adapter. Samples that are evaluated on the base alone
+    have no adapter."""
     microbatch = collate(sorted(parts, key=lambda part: part.job))
     segments = (
         replace(segment, adapter=None) if encoded[segment.job].is_base else segment

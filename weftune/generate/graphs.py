@@ -27,15 +27,16 @@ from weftune.run.passes.graphs import capture_graph
 from weftune.run.passes.rows import bucket
 
 MAX_SEQUENCES = 256
-"""Maximum number of sequences in a captured step. With more, the time of launches does not matter."""
+"""Maximum number of sequences in a decode step that is captured as a CUDA graph. With more sequences, the
+time of kernel launches does not matter."""
 LEAST_PAGES = 32
-"""Minimum number of pages per sequence for which a captured step has room. Larger numbers are rounded up to a
-power of two."""
+"""Minimum number of pages per sequence for which a captured decode step has room. Larger numbers are rounded
+up to a power of two."""
 
 
 class DecodeGraphs:
-    """The captured decode steps of a decoder. The first step of each key runs uncaptured, so that its kernels
-    are compiled."""
+    """The captured decode steps of a decoder. The first step of each key (a combination of sizes) runs
+    uncaptured, so that its kernels are compiled."""
 
     def __init__(self, adapted_base: AdaptedBase, cache: PagedCache, head: Head) -> None:
         self._adapted, self._cache, self._head = adapted_base, cache, head
@@ -60,13 +61,14 @@ class DecodeGraphs:
 
 
 class DecodeGraph:
-    """One captured decode step and the tensors that it reads."""
+    """A CUDA graph of one decode step, and the tensors that the graph reads."""
 
     def __init__(
         self, adapted_base: AdaptedBase, cache: PagedCache, head: Head, count: int, pages: int, runs: int
     ) -> None:
         """Allocate the tensors for `count` sequences with up to `pages` pages each. `runs` is the maximum
-        number of groups of adjacent rows: one per adapter, one for the base alone and one of padding."""
+        number of runs, the groups of adjacent rows: one per adapter, one for the base alone and one of
+        padding."""
         device = adapted_base.base.device
         self._adapted, self._head = adapted_base, head
         self._cached = DecodedRows(cache, count, pages, device)

@@ -27,7 +27,7 @@ class HeldOutPrompts:
     """The held-out prompts that one job answers at every evaluation, and the metric of the answers."""
 
     rows: tuple[AnsweredRow, ...]
-    """Rows of the data that have a prompt, without answers of the job."""
+    """Rows of held-out data that have a prompt. Answers are not filled in yet."""
     tokens: tuple[tuple[int, ...], ...]
     """Tokens of the prompt of each row."""
     max_new_tokens: int
@@ -105,8 +105,8 @@ def _held_out_rows(spec: JobSpec, evaluation: EvalSpec, prepared: Prepared) -> I
 
 
 def _set_template(encoder: Encoder, chat_template: str | None) -> Encoder:
-    """Return an encoder whose tokenizer has the job's chat template, like the tokenizer saved with its
-    adapter."""
+    """Return an encoder whose tokenizer has the job's chat template, as does the tokenizer that is saved with
+    the job's adapter."""
     if chat_template is None:
         return encoder
     tokenizer: Any = copy.deepcopy(encoder.tokenizer)

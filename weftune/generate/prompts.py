@@ -19,7 +19,8 @@ class PromptRow:
     index: int
     prompt: str | tuple[Message, ...]
     expected: str | None = None
-    """Content of the assistant's message at the end of the row, which is not part of the prompt."""
+    """Content of the assistant's message at the end of the row, which is not part of the prompt but the
+    expected answer. None if there is no such message."""
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
@@ -37,7 +38,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 
 def _prompt_problem(row: Mapping[str, Any]) -> str | None:
-    """Return the reason why a row is not a prompt, or None if it is one."""
+    """Return the reason why a row of a file cannot be used as a prompt, or None if it can."""
     if "messages" not in row and "prompt" not in row:
         names = ", ".join(row) or "none"
         return f"a row of prompts has a column `prompt` or `messages` (its columns: {names[:200]})"

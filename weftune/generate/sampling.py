@@ -24,7 +24,7 @@ from weftune.ops.triton import kernels_available
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling settings of a sequence. The defaults decode greedily."""
+    """The settings by which the next tokens of a sequence are sampled. The defaults decode greedily."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -34,13 +34,13 @@ class Sampling:
     top_p: float = 1.0
     """Total probability of the smallest set of most probable tokens to choose from."""
     repetition_penalty: float = 1.0
-    """Penalty for tokens in the prompt or the completion: positive logits are divided by it, negative ones
-    multiplied."""
+    """Factor that makes tokens of the prompt or the completion less probable: positive logits are divided by
+    the factor, and negative logits are multiplied by it."""
     presence_penalty: float = 0.0
     """Value subtracted from the logits of tokens that the completion contains."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence. The token that ends it is part of the generated tokens."""
+    """Tokens that end the sequence. The token that ends a sequence is part of the generated tokens."""
     prompt_logprobs: bool = False
     """Whether the log-probabilities of the prompt's tokens are computed."""
 
@@ -119,9 +119,9 @@ def _apply_penalties(logits_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Divide the scores by the temperatures, and set those of tokens outside top-k and top-p to -inf. The
-    most probable token always remains, and ties with the last remaining token remain too. Rows that decode
-    greedily are unchanged."""
+    """Divide the scores of tokens by the sequences' temperatures, and set those of tokens outside top-k and
+    top-p to -inf. The most probable token always remains, and so do tokens that tie with the least probable
+    remaining one. Rows that decode greedily are unchanged."""
     settings = [row.sampling for row in rows]
     device, vocabulary = scores_BV.device, scores_BV.shape[1]
     temperature_B1 = _to_column([one.temperature or 1.0 for one in settings], device)
@@ -142,8 +142,8 @@ def _truncate_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Add Gumbel noise to the scores: the argmax of the result is then a sample of their softmax. Rows that
-    decode greedily get no noise."""
+    """Add Gumbel noise to the scores of tokens: the argmax of the result is then a sample of their softmax.
+    Rows that decode greedily get no noise."""
     device = scores_BV.device
     keys = torch.tensor([_random_key(row) for row in rows], dtype=torch.int32)
     key_B1 = to_device(keys, device)[:, None]
@@ -157,7 +157,7 @@ def _perturb_scores(scores_BV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _random_key(row: SampledRow) -> int:
-    """Return the key of the random numbers of a row. Rows that decode greedily need none."""
+    """Return the seed of the random numbers of a row. Rows that decode greedily need no random numbers."""
     if not row.sampling.temperature:
         return 0
     return to_signed(step_key(row.sampling.seed, len(row.completion)))

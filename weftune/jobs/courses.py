@@ -1,7 +1,6 @@
-"""Curricula of jobs: the global batches, evaluations and saves that follow from a job's spec and samples.
-
-The job's part of each window is also taken from its curriculum. This module does not import torch, so that
-`weftune plan` plans the same batches as a run."""
+"""Curricula of jobs: the global batches, evaluations and saves that follow from a job's spec and samples. A
+curriculum also yields the job's part of a window (the few global batches of every job that are planned
+together). This module does not import torch, so that `weftune plan` plans the same batches as a run."""
 
 from __future__ import annotations
 
@@ -43,8 +42,9 @@ class Curriculum:
     def job_window(
         self, step: int, rounds: int, is_first_window: bool, limit: int | None = None
     ) -> JobWindow:
-        """Return the job's part of a window that starts after `step` and ends at step `limit` at the latest.
-        With `is_first_window`, the job is first evaluated at its current step."""
+        """Return the job's part of a window, which is planned together with the parts of other jobs. The part
+        has the next `rounds` global batches after `step`, but none after step `limit`. With
+        `is_first_window`, the job is first evaluated at its current step."""
         last = min(step + rounds, self.steps if limit is None else limit)
         return JobWindow(
             job=self.job,
@@ -58,8 +58,9 @@ class Curriculum:
         )
 
     def score_window(self, step: int, data: Prepared, indices: np.ndarray) -> JobWindow:
-        """Return the part of a window in which samples of `data` are only scored. `indices` are numbers of
-        samples, counted through all parts of `data`."""
+        """Return a job's part of a window (a plan of a few global batches of every job) in which samples of
+        `data` are only scored (by their log-probabilities), not trained on. `indices` are numbers of samples,
+        counted through all parts of `data`."""
         return JobWindow(
             self.job,
             step,
@@ -79,7 +80,8 @@ class Curriculum:
         return GlobalBatch(self.job, step, placed, supervised, before, self._mismatched_samples(step))
 
     def _mismatched_samples(self, step: int) -> tuple[PlacedSample, ...]:
-        """Return the prompts of a global batch, each with the answer of another sample."""
+        """Return the mismatched samples of a global batch: its prompts, each with the answer of another
+        sample. Empty if the objective needs none."""
         if (train := self.data.train).mismatched_samples is None:
             return ()
         return _place_samples(train.parts, len(train) + self.sample_order.batch(step))
@@ -105,16 +107,16 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 def reference_data(spec: JobSpec, unprefixed_data: Prepared, data: Prepared) -> Prepared | None:
     """Return the samples as the job's reference policy reads them, or None if the objective needs no
-    reference policy. They contain the virtual tokens of the job's adapter only if the policy starts from that
-    adapter."""
+    reference policy. The samples contain the virtual tokens of the job's adapter only if the reference policy
+    is the adapter from which the job starts."""
     if not spec.objective.needs_reference:
         return None
     return unprefixed_data if spec.adapter.init_from is None else data
 
 
 def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
-    """Return the samples in the form that the job's objective needs: with supervised prompts, without
-    supervised tokens, or with mismatched prompts and answers."""
+    """Return the samples in the form that the job's objective needs: with loss on the prompts as well,
+    without target tokens, or with additional samples that pair prompts with answers of other samples."""
     if spec.objective.supervises_prompts:
         data = data.supervise_prompts()
     if spec.objective.scalar_head:
@@ -126,22 +128,23 @@ def adapt_to_objective(spec: JobSpec, data: Prepared, context: int) -> Prepared:
 
 
 def truncate_data(spec: JobSpec, context: int) -> DataSpec:
-    """Return the job's data with samples truncated so that they fit into the base's context after the
-    adapter's virtual tokens."""
+    """Return the job's data specification with a `max_length` at which samples, after the adapter's virtual
+    tokens, fit into the base model's context."""
     if not (before := spec.adapter.positions_before):
         return spec.data
     return replace(spec.data, max_length=spec.data.max_sample_tokens(context - before))
 
 
 _ADAPTER_SIZES: deque[tuple[AdapterSpec, Sequence[SiteShape], JobShape]] = deque(maxlen=16)
-"""Cache of the sizes of recent adapters, since thousands of jobs may have equal adapter specs."""
+"""Cache of the sizes that were computed for recent adapter specs, since thousands of jobs may have equal
+adapter specs."""
 
 
 def job_shape(
     spec: JobSpec, job_number: int, data: Prepared, base: ModelShape, mean_weight_count: int = 0
 ) -> JobShape:
-    """Return the sizes of a job, from which its memory and time are predicted. The job keeps
-    `mean_weight_count` running means of its weights."""
+    """Return the sizes of a job, from which its memory and time are predicted. `mean_weight_count` is the
+    number of running means of its weights that the job keeps."""
     return replace(
         adapter_sizes(spec.adapter, base),
         name=spec.name,
@@ -156,21 +159,23 @@ def job_shape(
 
 
 PROMPT_SLACK = 32
-"""Number of tokens by which a prompt can be longer than the longest held-out sample, since a chat template
+"""Number of tokens by which a prompt may be longer than the longest held-out sample, since a chat template
 may add tokens before an answer."""
 PAGE_SLACK = 32
-"""Number of positions that are added to every sequence, since its last page in the KV cache may be partly
-unused."""
+"""Number of token positions that are added to every sequence when its KV cache is sized, since the last page
+may be partly unused."""
 
 
 def longest_prompt(data: Prepared) -> int:
-    """Return the maximum number of tokens of a held-out prompt that is answered, including virtual tokens."""
+    """Return an upper bound of the number of tokens of a held-out prompt that is answered, including virtual
+    tokens."""
     assert data.evaluation is not None, "answers are generated for held-out rows"
     return int(data.evaluation.lengths.max()) + PROMPT_SLACK
 
 
 def _answer_positions(spec: JobSpec, data: Prepared, context: int) -> int:
-    """Return the number of tokens whose keys and values must be cached for all answers of a job at once."""
+    """Return the number of token positions that the KV cache must hold for all answers of a job at an
+    evaluation."""
     request = spec.eval.generate if spec.eval else None
     if request is None or data.evaluation is None:
         return 0
@@ -200,13 +205,14 @@ def adapter_sizes(adapter: AdapterSpec, base: ModelShape) -> JobShape:
 
 
 def _place_rows(samples: Samples, indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples at these indices, in order. The two samples of a pair get one group number, so that
-    they run in the same microbatch."""
+    """Return the samples at these indices as records of the planner, in order. The two samples of a pair get
+    one group number, so that they run in the same microbatch."""
     return group_samples(_place_samples([samples], indices), samples.group_size)
 
 
 def _place_samples(parts: Sequence[Samples], indices: np.ndarray) -> tuple[PlacedSample, ...]:
-    """Return the samples with these numbers, in order. Numbers are counted through all parts."""
+    """Return the samples with the given numbers, in order. Numbers are counted through all `parts`, as if
+    these were concatenated."""
     lengths = _concatenate_arrays([samples.lengths for samples in parts])[indices].tolist()
     supervised = _concatenate_arrays([samples.supervised for samples in parts])[indices].tolist()
     offsets = accumulate(lengths, initial=0)

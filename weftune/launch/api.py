@@ -38,10 +38,10 @@ class SweepResult:
 
     name: str
     path: Path
-    """The sweep's folder, which contains `best`."""
+    """Folder of the sweep, which contains the folder `best` with the winner's adapter."""
     rows: list[dict[str, Any]]
     """One dict per trial, the best trial first, with the trial's name, tried values, state, score, last step
-    and the reason of its end."""
+    and the reason why it ended."""
     best: Result | None
     """Result of the winner; None if no trial has finished."""
     results: dict[str, Result]
@@ -49,7 +49,8 @@ class SweepResult:
 
     @property
     def table(self) -> Any:
-        """The rows as a pandas DataFrame, or as a list if pandas is not installed."""
+        """The rows of the result, one per trial, as a pandas DataFrame, or as a list if pandas is not
+        installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
@@ -127,8 +128,9 @@ def train(
 
 
 def _can_choose_processes(run: RunSpec, options: Options, callback: Callback | None) -> bool:
-    """Return whether the planner chooses how many processes train: if a number is requested as `auto`, or if
-    no number is requested, the jobs can be pickled for other processes, and there is no callback."""
+    """Return whether the planner chooses how many processes train. This is the case if a number is requested
+    as `auto`, or if no number is requested, the jobs can be pickled for other processes, and there is no
+    callback."""
     if not planner_chooses_division(options):
         return False
     return AUTO in (options.pipeline, options.shards) or (callback is None and _is_picklable(run))
@@ -154,8 +156,8 @@ def _refuse_unpicklable(run: RunSpec) -> None:
 
 
 def _options_with_processes(options: Options, numbers: Mapping[str, Any]) -> Options:
-    """Return the options with the numbers of processes that are not None. Raise SpecError if one is
-    invalid."""
+    """Return the options with the numbers of processes in `numbers` that are not None. Raise SpecError if a
+    number is invalid."""
     given = {key: number for key, number in numbers.items() if number is not None}
     for key, number in given.items():
         if key == "gpus" and number == "all":
@@ -187,7 +189,8 @@ def sweep(
 ) -> SweepResult:
     """Train the trials of one job that has the key `sweep`, as in a jobs file, and return their results.
 
-    `base` has the value of the key `base` in a jobs file. The other arguments are described at `train`.
+    `base` has the value of the key `base` in a jobs file. The other arguments have the same meaning as those
+    of `train`.
     """
     if "sweep" not in job:
         raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))
@@ -210,7 +213,8 @@ def sweep(
 
 
 def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
-    """Return the result of the sweep in this folder; `results` maps the run's jobs to their results."""
+    """Return the result of the sweep whose folder is given; `results` maps the run's jobs to their
+    results."""
     record = read_record(folder)
     assert record is not None, "a run with this sweep has written it"
     # Finished trials by their rank, followed by those with the most steps.

@@ -1,8 +1,6 @@
-"""The choice of how to run jobs on a machine: how many processes train, and how the base is divided among
-them.
-
-`weftune plan`, `weftune train` and `weftune.train` all use these functions. No weights are loaded.
-"""
+"""The choice of how to run jobs on a machine: how many processes train, and how the base model is divided
+among them. `weftune plan`, `weftune train` and `weftune.train` all use these functions. No weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ ASSUMED_HOST_BYTES = 1 << 50
 
 
 def choose_planned_layout(case: PlanCase) -> LayoutChoice:
-    """Return how the jobs of `case` should run on its devices. `weftune plan` and `weftune train` both call
-    this function. Raise PlanError if no job fits."""
+    """Return the layout in which the jobs of `case` should run on its devices (how the model and the jobs are
+    divided). `weftune plan` and `weftune train` both call this function. Raise PlanError if no job fits."""
     machine = planned_machine(case)
     choice = choose_layout(case.shape, case.shapes, machine, _workload(case, machine))
     admit_first_jobs(case.shapes, choice)
@@ -93,7 +91,8 @@ def solo_job_seconds(case: PlanCase, machine: Machine) -> dict[str, float]:
 
 
 def admit_first_jobs(jobs: Sequence[JobShape], choice: LayoutChoice) -> Admission:
-    """Return which jobs the scheduler admits when the run starts. Raise PlanError if it can admit none."""
+    """Return which jobs the scheduler admits when the run starts. Raise PlanError if no job can be
+    admitted."""
     found = admit_jobs(jobs, [], choice.memory.misfit_reason)
     if not found.admitted_names:
         raise PlanError(
@@ -117,7 +116,7 @@ def planner_chooses_division(options: Options) -> bool:
 
 def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> tuple[Options, str]:
     """Return the options with the numbers of processes that the planner chooses for this machine, and a
-    sentence with the reason. `weftune plan` gives the same answer."""
+    sentence with the reason. `weftune plan` makes the same choice."""
     from weftune.run.measure.memory import visible_gpus
 
     gpus = visible_gpus(options.device)
@@ -131,7 +130,7 @@ def choose_processes(run: RunSpec, options: Options, max_steps: int | None) -> t
 
 
 def with_chosen_division(options: Options, choice: LayoutChoice) -> Options:
-    """Return the options with the numbers of processes that a layout needs."""
+    """Return the options with the numbers of processes that the chosen layout needs."""
     division, stream = choice.machine.division, choice.stream_device
     several = division.workers_per_share > 1
     return replace(
@@ -150,7 +149,7 @@ def with_chosen_division(options: Options, choice: LayoutChoice) -> Options:
 
 def planned_machine(case: PlanCase) -> Machine:
     """Return the machine that the options describe. Numbers of processes that the planner is to choose are
-    `AUTO`; see `requested_division`."""
+    `AUTO` there."""
     division, machine = requested_division(case), _whole_machine(case)
     known = len(case.cluster.devices)
     if machine.on_gpu and division.shares > 1 and division.workers_per_share > 1 and division.devices > known:
@@ -164,8 +163,9 @@ def planned_machine(case: PlanCase) -> Machine:
 
 
 def requested_division(case: PlanCase) -> Division:
-    """Return how many shares of the jobs, replicas, pipeline stages and shards the options request. A number
-    is `AUTO` if the planner chooses it: on several GPUs, if no option requests processes or one is `auto`."""
+    """Return how many shares (parts of the jobs), replicas, pipeline stages and shards the options request. A
+    number is `AUTO` if the planner chooses it: on several GPUs, if no option requests processes or one of
+    them is `auto`."""
     options, cluster = case.options, case.cluster
     is_searched = not options.starts_processes or AUTO in (options.pipeline, options.shards)
     several = cluster.devices[0].is_gpu and len(cluster.devices) > 1
@@ -216,8 +216,8 @@ def division_sentence(case: PlanCase, choice: LayoutChoice) -> str:
 
 
 def _machine_per_share(case: PlanCase, machine: Machine, division: Division) -> Machine:
-    """Return a machine on which every device holds the whole base and trains its own jobs. On a CPU, each
-    process counts as a device. Raise PlanError if the base does not fit."""
+    """Return a machine on which every device holds the whole base and trains its own part of the jobs. On a
+    CPU, each process counts as a device. Raise PlanError if the base does not fit."""
     devices = case.options.gpus or len(case.cluster.devices)
     known = len(case.cluster.devices)
     if machine.on_gpu and devices > known:
@@ -233,7 +233,8 @@ def _machine_per_share(case: PlanCase, machine: Machine, division: Division) -> 
 
 
 def _whole_machine(case: PlanCase) -> Machine:
-    """Return the machine for the requested numbers of processes, which may be `AUTO`."""
+    """Return a description of all devices as one machine, with the requested numbers of processes, which may
+    be `AUTO`."""
     options, devices, division = case.options, case.cluster.devices, requested_division(case)
     on_gpu = devices[0].is_gpu
     processes = max(1, division.stages) * max(1, division.replicas) * max(1, division.shards)
@@ -262,14 +263,15 @@ def _whole_machine(case: PlanCase) -> Machine:
 
 
 def _link_between_workers(case: PlanCase) -> Link | None:
-    """Return bandwidth and latency between two GPUs from the data sheet. Return None for processes on a CPU,
-    whose link is unknown."""
+    """Return bandwidth (bytes per second) and latency (seconds) between two GPUs from the data sheet. Return
+    None for processes on a CPU, whose link is unknown."""
     return case.cluster.link if case.cluster.devices[0].is_gpu else None
 
 
 def _find_profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
-    """Return the measurements that `weftune doctor --profile` has saved for this machine and base, or None.
-    On a CPU, `neighbours` is the number of processes that share its cores."""
+    """Return the profile (measured times) that `weftune doctor --profile` has saved for this machine and base
+    model, or None if there is none. On a CPU, `neighbours` is the number of processes that share its
+    cores."""
     if not case.on_this_machine:
         return None
     return find_local_profile(
@@ -278,8 +280,8 @@ def _find_profile(case: PlanCase, neighbours: int = 1) -> Profile | None:
 
 
 def stage_times(case: PlanCase, machine: Machine) -> StageTimes:
-    """Return a predictor of the times of pipeline stages. It uses the measured profile of a worker or,
-    without a profile, the data sheet of the device."""
+    """Return a predictor of the times of pipeline stages. The predictor uses the measured profile of a worker
+    or, without a profile, the data sheet of the device."""
     shape, profile = case.shape, machine.worker_profile or machine.profile
     output_bytes = shape.hidden * shape.bytes_per_value
     if profile is not None:
@@ -304,8 +306,8 @@ def time_source(case: PlanCase, choice: LayoutChoice) -> str:
 
 
 def _stream_gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamDevice:
-    """Return the GPU for a base that is streamed from host memory, with the bandwidth of its link. Without a
-    measurement, GPUs under one PCIe root complex divide the bandwidth of the data sheet."""
+    """Return a description of the GPU for a base that is streamed from host memory, with the bandwidth of its
+    link. Without a measurement, GPUs under one PCIe root complex divide the bandwidth of the data sheet."""
     link = _measured_link(case.base) if case.on_this_machine else None
     if link is not None:
         return gpu_device(
@@ -317,7 +319,8 @@ def _stream_gpu(case: PlanCase, budget: int, host: int, workers: int) -> StreamD
 
 
 def _measured_link(base: BaseSpec) -> HostLink | None:
-    """Measure the host-to-device link as a run does. Return None if the GPU cannot be used or is full."""
+    """Measure the bandwidth of the host-to-device link as a run does. Return None if the GPU cannot be used
+    or is full."""
     import torch
 
     from weftune.run.measure.link import measure_link

@@ -1,5 +1,5 @@
-"""Measurements of a plan and of its ablations on this machine: each trains a few windows, as `weftune train`
-does."""
+"""Measurements of a plan and of its ablations (the same plan without one optimisation) on this machine. Each
+measurement trains a few windows (a few global batches of every job), as `weftune train` does."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weftune.report.read import read_run as read_records
 from weftune.trainer.options import Options
 
 WINDOWS = 3
-"""Number of windows (microbatches that are planned together) that are trained per measurement. The first
+"""Number of windows (a few global batches of every job each) that are trained per measurement. The first
 window is not counted, since its plan uses guessed speeds and its passes begin slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAblations:
-    """Measured times of a plan and of its ablations."""
+    """Measured times of a plan and of its ablations (the same plan without one optimisation)."""
 
     step_seconds: tuple[float, float]
     """Seconds per round (one global batch of every job) of the plan itself, measured before all ablations and
     after them. Their difference shows by how much measurements vary."""
     ablations: tuple[Ablation, ...]
-    """Ablations of the plan, each with its measured time if a run has an option that disables the
-    mechanism."""
+    """Ablations of the plan, in which one optimisation each is disabled. An ablation has a measured time if a
+    run has an option that disables the optimisation."""
 
 
 def measure_plan(
@@ -41,9 +41,10 @@ def measure_plan(
     round_tokens: float,
     show: Callable[[str], None],
 ) -> MeasuredAblations:
-    """Train the jobs of `run` with `options` and with the options of each ablation, in folders that are
-    deleted afterwards. `rounds` is the number of rounds of a window, and `round_tokens` the mean number of
-    tokens of a round. `show` is called with a sentence before each measurement."""
+    """Train the jobs of `run` with `options` and with the options of each ablation (one optimisation
+    disabled), in folders that are deleted afterwards, and return the measured times. `rounds` is the number
+    of rounds (one global batch of every job each) that are planned together, and `round_tokens` the mean
+    number of tokens of a round. `show` is called with a sentence before each measurement."""
     run = without_evaluations(run)
 
     def measure(name: str, options: Options) -> float:
@@ -71,13 +72,14 @@ def select_jobs(run: RunSpec, names: Collection[str]) -> RunSpec:
 
 
 def without_evaluations(run: RunSpec) -> RunSpec:
-    """Return the run without its evaluations. A pipeline drains after each of them, which would hide the
-    benefit of mechanisms that avoid draining."""
+    """Return the run without its evaluations. A pipeline runs empty after each evaluation, which would hide
+    the benefit of mechanisms that avoid draining."""
     return replace(run, jobs=tuple(replace(job, eval=None, early_stop=None, keep="last") for job in run.jobs))
 
 
 def _token_seconds(run: RunSpec, options: Options, max_steps: int) -> float:
-    """Train the jobs of `run` and return the seconds per token. The first window is not counted."""
+    """Train the jobs of `run` and return the seconds per token. The first window, the global batches that are
+    planned together at the start, is not counted."""
     with TemporaryDirectory(prefix="weftune-") as folder:
         output = Path(folder) / "output"
         results = train(run, output=output, max_steps=max_steps, options=options, progress=False)

@@ -1,4 +1,5 @@
-"""The input of a plan: base, cluster and jobs, read without loading weights or importing torch."""
+"""The input of a plan (base model, cluster of devices, and jobs), read without loading weights or importing
+torch."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ if TYPE_CHECKING:
     from weftune.trainer.options import Options
 
 OUTLOOK_ROUNDS = 4
-"""Number of global batches of each job that `weftune plan` inspects. Training plans as many at once, in a
+"""Number of global batches of each job that `weftune plan` inspects. Training plans as many at once, in one
 window."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """If there are more than `MANY_JOBS` jobs, `weftune plan` inspects `FEW_ROUNDS` global batches of each, since
 many jobs have many samples and planning should take only seconds."""
 SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
 """Numbers of rows that are read from datasets that are not tokenised yet: the maximum and the minimum per
-dataset, and the total of all jobs. Planning should take only seconds, so not all rows are tokenised."""
+dataset, and the total number over all jobs. Planning should take only seconds, so not all rows are
+tokenised."""
 
 LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
@@ -65,8 +67,8 @@ class PlannedJob:
     reference_data: Prepared | None = None
     """Samples for the job's reference policy. None if the job has no reference policy."""
     scored_sample_count: int = 0
-    """Number of samples that the job's reference policy scores before the first step. It is 0 if an earlier
-    job has scored the same samples with the same reference policy."""
+    """Number of samples that the job's reference policy scores before the first step. The number is 0 if an
+    earlier job has scored the same samples with the same reference policy."""
 
     @property
     def name(self) -> str:
@@ -95,7 +97,8 @@ class PlanCase:
     """Possible numbers of shards (slices of every layer for tensor parallelism) for this base and these
     adapters."""
     may_overlap: bool = False
-    """Whether microbatches can overlap on shards of this base."""
+    """Whether the layers of this base model allow one microbatch to compute while shards (tensor parallelism)
+    sum the results of another one."""
 
     @property
     def has_several_devices(self) -> bool:
@@ -110,9 +113,10 @@ class PlanCase:
         return {one.name: one.total for one in self.jobs}
 
     def job_window(self, name: str, rounds: int, begins_run: bool = True) -> JobWindow:
-        """Return the job's first window: `rounds` global batches and, if `begins_run` is True and the job has
-        held-out samples, an evaluation before them. If `begins_run` is True and the job has a reference
-        policy, return instead a window that only scores the job's samples."""
+        """Return the job's part of the first window, the global batches that are planned together: `rounds`
+        global batches and, if `begins_run` is True and the job has held-out samples, an evaluation before
+        them. If `begins_run` is True and the job has a reference policy, return instead a window that only
+        scores the job's samples."""
         job = next(one for one in self.jobs if one.name == name)
         if begins_run and job.reference_data is not None:
             return job.curriculum.score_window(0, job.reference_data, np.arange(job.scored_sample_count))
@@ -122,8 +126,8 @@ class PlanCase:
 def read_case(
     run: RunSpec, cluster: Cluster, options: Options, *, on_this_machine: bool, max_steps: int | None = None
 ) -> PlanCase:
-    """Read the input of a plan: the jobs of `run` and the devices of `cluster`. The sizes of the base come
-    from its config.json."""
+    """Read the input of a plan: the jobs of `run` and the devices of `cluster`. The sizes of the base model
+    are computed from its config.json."""
     config = read_config(run.base)
     refuse_shards(run.base, config, max(1, options.shards))
     shape = spec_shape(run.base, config, bytes_per_value(run.base, cluster.devices[0].is_gpu))
@@ -162,8 +166,9 @@ def outline_jobs(
     max_steps: int | None = None,
     averaged_jobs: Collection[str] = (),
 ) -> list[PlannedJob]:
-    """Return what a plan needs to know about each job. Jobs in `averaged_jobs` keep a running mean of their
-    weights. Raise one DataError that lists what is wrong with the data of all jobs."""
+    """Return what planning needs to know about each job, such as its samples, steps and memory. Jobs in
+    `averaged_jobs` keep a running mean of their weights. Raise one DataError that lists what is wrong with
+    the data of all jobs."""
     planned_jobs: list[PlannedJob] = []
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
@@ -209,9 +214,10 @@ def _job_total(
     max_steps: int | None,
     scores: bool,
 ) -> JobTotal:
-    """Return the steps, tokens and memory of the job's whole training, even if only the first rows of its
-    data were read. `scale` is the number of all rows divided by the number of rows read, or None if it is
-    unknown. `scores` says whether the reference policy scores the samples before the first step."""
+    """Return the number of steps, the tokens per step and the memory of the job's whole training, even if
+    only the first rows of its data were read. `scale` is the number of all rows divided by the number of rows
+    read, or None if it is unknown. `scores` says whether the reference policy scores the samples before the
+    first step."""
     order = samples.train.sample_order(job.batch_size, job.seed)
     steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
     steps = steps if max_steps is None else min(steps, max_steps)
@@ -236,14 +242,15 @@ def _job_total(
 
 
 class _JobReader:
-    """A reader of the samples of jobs. It reads the token cache or, for data that are not in the cache,
-    tokenises the first `rows` rows. Data that several jobs share are read once."""
+    """A reader of the samples of jobs. The reader uses the token cache or, for data that are not in the
+    cache, tokenises the first `rows` rows. Data that several jobs share are read once."""
 
     def __init__(self, shared_data: SharedData, rows: int, context: int) -> None:
         self._shared, self._rows, self._context = shared_data, rows, context
         self._read_data: dict[Hashable, tuple[Prepared, bool, float | None]] = {}
         self._scored_pairs: set[Hashable] = set()
-        """Pairs of samples and reference adapter that an earlier job has already scored."""
+        """Pairs of samples and reference adapter that the reference policy of an earlier job has already
+        scored."""
 
     def read_job(self, job: JobSpec) -> tuple[Prepared, bool, float | None]:
         """Return the job's samples without an adapter's virtual tokens, whether they come from the first rows

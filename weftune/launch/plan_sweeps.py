@@ -1,4 +1,5 @@
-"""Sweeps in `weftune plan` and `weftune preview`: their trials, and the work saved by halving."""
+"""Sweeps in `weftune plan` and `weftune preview`: their trials (one job for each combination of values), and
+the work that successive halving saves."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def sweep_outlooks(
 
 
 def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
-    """Return the predicted seconds of the run if halving drops as many trials as expected and the `tpe`
-    search proposes all of its trials."""
+    """Return the predicted seconds of the run if successive halving drops as many trials as expected and the
+    `tpe` search proposes all of its trials."""
     known = {name: totals[name].steps * totals[name].tokens for name in run.end_seconds}
     if not sum(known.values()):
         return run.seconds
@@ -126,7 +127,7 @@ def collapse_trials(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
 def sweep_numbers(
     run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
 ) -> dict[str, Any]:
-    """Return the numbers of the sweeps for `weftune plan --json`."""
+    """Return the numbers about sweeps that `weftune plan --json` writes."""
     return {
         "sweeps": [
             {

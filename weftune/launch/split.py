@@ -1,9 +1,9 @@
 """Training in shares: the jobs are divided among teams of processes, which train without communication.
 
-A share is the jobs of one team. A team is one process that holds the whole base, or several workers that hold
-its stages, replicas and shards. The jobs are divided so that shares take equally long by prediction. Each
-share has its own store of job records; when all shares have ended, these records are merged into the store of
-the output folder.
+A share is the part of the jobs that one team trains. A team is one process that holds the whole base, or
+several workers that hold its stages, replicas and shards. The jobs are divided so that shares take equally
+long by prediction. Each share has its own store of job records; when all shares have ended, these records are
+merged into the store of the output folder.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from weftune.trainer.train import make_trainer
 from weftune.trainer.trainer import Result, Trainer
 
 SILENT_SECONDS = 30.0
-"""Seconds without a message after which a process that trains a share of the jobs counts as lost. The time is
-long because Python's GIL may delay messages."""
+"""Seconds without a message after which a process that trains a share (a part) of the jobs counts as lost.
+The time is long because Python's GIL may delay messages."""
 USER_ERROR = 2
 """Exit code of the processes of a share (a subset of the jobs) if a user error has ended them."""
 SAMPLED_BATCHES = 16
@@ -77,15 +77,16 @@ class ShareMistake:
 
 
 ShareMessage = JobRecord | SweepRecord | str | ShareMistake | dict[str, Result]
-"""A message from a training process to the launcher: progress, a sentence for the user, or, if one team of
-processes trains all jobs, their results."""
+"""A message from a training process to the launcher: progress, a sentence for the user, a user error or, if
+one team of processes trains all jobs, the results of the jobs."""
 
 
 def train_shares(
     run: RunSpec, trainer: Trainer, devices: Sequence[str]
 ) -> tuple[dict[str, Result], set[int]]:
-    """Train all jobs of a run in shares, one team of processes per share. `devices` contains the device of
-    each team's first process. Return the results of all jobs and the exit codes of the shares."""
+    """Train all jobs of a run in shares (parts of the jobs), one team of processes per share. `devices`
+    contains the device of each team's first process. Return the results of all jobs and the exit codes of the
+    shares."""
     options, device = trainer.options, torch.device(devices[0])
     shape = inspect(trainer.spec, device)
     machine = launcher_machine(options, device, shape, len(devices))
@@ -163,7 +164,8 @@ def _show_shares(
 
 
 def _pause_waiting_trials(trainer: Trainer, store: Store, sweeps: Sweeps) -> None:
-    """After the last round, pause the trials for which their sweep has not decided whether they continue."""
+    """After all processes have ended, pause the trials for which their sweep has not decided whether they
+    continue."""
     for name in filter(sweeps.is_waiting_at_rung, trainer.jobs):
         if name in store and store.job(name).state is State.QUEUED:
             reason = f"waits for other trials of its sweep; resume with {store.resume_line()}"
@@ -208,7 +210,8 @@ def _train_team(run: RunSpec, trainer: Trainer, devices: Sequence[str]) -> dict[
 def fitting_jobs(
     shape: ModelShape, machine: Machine, prepared_jobs: Sequence[PreparedJob], view: View
 ) -> frozenset[str]:
-    """Return the names of the jobs that fit alone on a device with the base. Raise PlanError if none fits."""
+    """Return the names of the jobs that each fit on a device together with the base model when no other job
+    is there. Raise PlanError if no job fits."""
     memory = MemoryModel(shape, machine.budget_bytes, machine.process_bytes, uses_fused_ops=machine.on_gpu)
     refused = find_misfits([job.shape for job in prepared_jobs], memory.misfit_reason)
     if len(refused) == len(prepared_jobs):
@@ -226,8 +229,9 @@ def fitting_jobs(
 
 
 def share_cost(shape: ModelShape, machine: Machine, shares: int) -> CostModel:
-    """Return a model of training time. Its seconds come from a profile of the device, or else from the data
-    sheet of the device. If both are missing, its times have an arbitrary unit and can only be compared."""
+    """Return a model of training time. The model predicts seconds from a profile of the device or, without a
+    profile, from the device's data sheet. If both are missing, predicted times have an arbitrary unit and can
+    only be compared."""
     if machine.profile is not None:
         return profile_cost_model(machine.profile, shape)
     if (speed := data_sheet_device_speed(machine.on_gpu)) is None:
@@ -243,8 +247,8 @@ def _run_shares(
     shares: Sequence[DeviceShare],
     teams: Sequence[Team],
 ) -> list[TeamEnd]:
-    """Train every share of the jobs in its team of processes, and merge the job records of all shares into
-    the store. Return how each team ended."""
+    """Train every share (part) of the jobs in its own team of processes, and merge the job records of all
+    shares into the store. Return how each team ended."""
     for job in prepared_jobs:
         store.add_job(job.name)
         status = store.job(job.name)
@@ -308,8 +312,9 @@ def divide_jobs(
     output: Path,
     fitting_names: frozenset[str],
 ) -> list[DeviceShare]:
-    """Divide the jobs into shares of about equal predicted time, and return the non-empty shares. A job that
-    is not in `fitting_names` counts as zero seconds, since it cannot train."""
+    """Divide the jobs into shares (parts with their own processes) of about equal predicted time, and return
+    the non-empty shares. A job that is not in `fitting_names` counts as zero seconds, since it cannot
+    train."""
     seconds = {}
     for job in prepared_jobs:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
@@ -320,7 +325,7 @@ def divide_jobs(
 
 
 def remaining_work(job: PreparedJob, progress: Progress) -> JobWork:
-    """Return the work that remains of a job that has made the given progress."""
+    """Return the work of a job (its global batches and evaluations) that remains after the given progress."""
     steps = job.recipe.steps - progress.step
     count = min(SAMPLED_BATCHES, steps)
     spread = [progress.step + number * steps // count for number in range(count)]
@@ -365,8 +370,8 @@ def _share_team(name: str, main: WorkerMain, workers: int) -> Team:
 
 
 class ShareView:
-    """The progress view in a process that trains a share of the jobs. It sends all messages to the launcher,
-    which displays them."""
+    """The progress view in a process that trains a share of the jobs. The view sends all messages to the
+    launcher, which displays them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -404,9 +409,9 @@ def run_share(
     environment: Mapping[str, str],
     connection: Connection,
 ) -> None:
-    """Train the jobs of one share, or all jobs if there are no shares. This is the main function of every
-    process of the share. If it has several processes, the first runs the training loop and the others execute
-    its commands."""
+    """Train the jobs of one share (a part of the jobs), or all jobs if they are not divided. This is the main
+    function of every process of the share. If the share has several processes, the first one runs the
+    training loop and the others execute its commands."""
     view = ShareView(connection)
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     threading.Thread(target=view.send_heartbeats, daemon=True).start()
@@ -432,9 +437,9 @@ def run_share(
 
 @contextmanager
 def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl | None]:
-    """Connect this process to the other workers of its share of the jobs. Yield a `WorkerControl` in the
-    first worker. Other workers execute its commands and then yield None. If there is only one process, yield
-    None."""
+    """Connect this process to the other workers that train the same share (part) of the jobs. Yield a
+    `WorkerControl` in the first worker. Other workers execute its commands and then yield None. If there is
+    only one process, yield None."""
     device = torch.device(options.device or "cpu")
     if workers > 1:
         position = read_position()
@@ -450,8 +455,8 @@ def _connected_workers(options: Options, workers: int) -> Iterator[WorkerControl
 
 
 def _exit_with_launcher() -> None:
-    """Wait until the launcher ends, and then end this process. If it continued, its jobs would still be
-    training when the run is resumed, and no launcher would collect its records."""
+    """Wait until the launcher ends, and then end this process. If this process continued, its jobs would
+    still be training when the run is resumed, and no launcher would collect their records."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a share is never the first process"
     wait([launcher.sentinel])

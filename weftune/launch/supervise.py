@@ -41,7 +41,7 @@ from weftune.run.workers.heartbeat import LOST
 CRASHED = 70
 """Exit code of a process that ended with an unexpected exception."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that was interrupted and has saved its jobs."""
+"""Exit code of a process that was interrupted, such as by Ctrl-C, and has saved its jobs."""
 UNGUARDED = 64
 """Exit code of a process whose script calls `weftune.train` without an `if __name__ == "__main__":` guard."""
 PIDS = "pids"
@@ -67,8 +67,8 @@ GRACE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to be started. `main` may send messages to the launcher over its connection. The message None
-    only shows that the process is alive."""
+    """A process to be started. The function `main` may send messages to the launcher over a connection, its
+    argument. The message None only shows that the process is alive."""
 
     name: str
     main: Callable[[Connection], object]
@@ -86,13 +86,14 @@ class Team:
     name: str = "it"
     """Name of the team in the message that reports a restart."""
     silent_seconds: float | None = None
-    """Seconds without a message after which a process counts as lost. None if processes watch one another."""
+    """Seconds without a message after which a process counts as lost. None if the processes of the team watch
+    one another instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamEnd:
-    """The end of a team of processes: the exit code of the first process, or the exit code LOST and a
-    sentence about the process that was lost."""
+    """The end of a team of processes: the exit code of the first process, or the exit code `LOST` and a
+    sentence about a process that crashed or hung."""
 
     code: int
     loss_reason: str = ""
@@ -110,8 +111,9 @@ class _Process:
 
 
 class Supervisor:
-    """The supervisor of all teams of a run. It calls `show_sentence` with sentences for the user, and
-    `handle_message` with messages from the processes. `resume` is the command line that resumes the run."""
+    """The supervisor of all teams of a run. The supervisor calls `show_sentence` with sentences for the user,
+    and `handle_message` with messages from the processes. `resume` is the command line that resumes the
+    run."""
 
     def __init__(
         self,
@@ -168,7 +170,8 @@ class Supervisor:
             os.kill(self._processes[number][0].process.pid, signal.SIGINT)
 
     def _handle_messages(self, processes: Sequence[_Process]) -> None:
-        """Wait until a process sends a message or ends, at most `POLL_SECONDS`, and handle all messages."""
+        """Wait until a process sends a message or ends, at most `POLL_SECONDS`, and pass all received
+        messages on."""
         alive = [one for one in processes if one.code is None]
         wait(
             [source for one in alive for source in (one.process.sentinel, one.connection)],
@@ -283,8 +286,8 @@ def _thread_count(neighbours: int) -> int:
 
 
 def exit_unguarded_script() -> None:
-    """End this process if it was started for training and is now importing the script that started it, whose
-    call of `weftune.train` would start further processes."""
+    """End this process if it was started for training and is now importing the user's script, whose call of
+    `weftune.train` would start further processes."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)
 

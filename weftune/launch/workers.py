@@ -1,7 +1,6 @@
-"""The worker processes that hold a base together. Each worker has one or several stages (consecutive layers).
-
-Workers read their position from the environment variables that torchrun sets, so torchrun can start them too.
-"""
+"""The worker processes that hold a base model together. Each worker has one or several stages (consecutive
+layers). Workers read their position from the environment variables that torchrun sets, so torchrun can start
+them too."""
 
 from __future__ import annotations
 
@@ -49,9 +48,10 @@ from weftune.run.workers.worker import serve
 def connect_workers(
     worker: WorkerPosition, device: str | None, first_gpu: int = 0
 ) -> Iterator[WorkerControl | None]:
-    """Connect to the other workers. Yield a `WorkerControl`, which sends commands to them, in the first
-    worker. Other workers execute its commands until it ends them, and then yield None. If every worker has a
-    separate GPU, their GPUs begin with number `first_gpu`."""
+    """Connect this worker process to the other workers that hold parts of the same base model. Yield a
+    `WorkerControl`, which sends commands to them, in the first worker. Other workers execute its commands
+    until it ends them, and then yield None. If every worker has a separate GPU, their GPUs begin with number
+    `first_gpu`."""
     if worker.worker > 0:
         # Only the first worker handles an interruption; the others end when it tells them to.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,7 +98,7 @@ def _disconnect(heartbeat: Heartbeat) -> None:
 
 
 Main = Callable[[], object]
-"""Function that a worker process runs. It reads its command line from `sys.argv`."""
+"""Function that a worker process runs. The function reads its command line from `sys.argv`."""
 WorkerMain = Callable[[int, Mapping[str, str], Connection], object]
 """A function that a worker process runs. Its arguments are the number of earlier starts of its team,
 environment variables with which `connect_workers` finds the other workers of the team, and a connection to
@@ -121,9 +121,9 @@ def launch(
 def connected_team(
     main: WorkerMain, names: Sequence[str], name: str, prints_to_terminal: bool = False
 ) -> Team:
-    """Return a team of workers (processes that are restarted together) that connect to one another, one for
-    each of `names`. `name` is the name of the team. With `prints_to_terminal`, the first worker prints to the
-    launcher's output instead of a log file."""
+    """Return a team of workers (processes that are restarted together) that connect to one another, one
+    worker for each name in `names`. `name` is the name of the team. With `prints_to_terminal`, the first
+    worker prints to the launcher's output instead of a log file."""
     clock = current_clock()
     command_started = time.time() if clock is None else clock.started
     stores: list[TCPStore] = []

@@ -1,6 +1,6 @@
 """Contrastive preference optimisation (CPO) and SimPO, without a reference policy, as in TRL's CPOTrainer.
 
-Shapes: P pairs of a segment.
+Shapes: P pairs of a segment (a job's samples in one microbatch).
 """
 
 from __future__ import annotations

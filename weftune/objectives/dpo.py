@@ -1,7 +1,7 @@
 """Direct preference optimisation (DPO) with its losses `sigmoid`, `hinge`, `ipo` and `robust`, as in TRL's
 DPOTrainer.
 
-Shapes: B samples of a segment, P pairs of them.
+Shapes: B samples of a segment (a job's samples in one microbatch), P pairs of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation (KTO) with its losses `kto` and `apo_zero_unpaired`, as in TRL's KTOTrainer.
 
-Shapes: B samples of a segment, M metrics.
+Shapes: B samples of a segment (a job's samples in one microbatch), M metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kto:
 
     @torch.no_grad()
     def metrics(self, scores: SampleScores) -> Tensor:
-        """Return the sums from which the spec computes the metrics: the number of desirable answers, rewards
+        """Return the sums from which KTO's metrics are computed: the number of desirable answers, the rewards
         and log-probabilities of desirable and of undesirable answers, and the KL term of each sample."""
         rewards_B, logps_B = self._spec.beta * scores.log_ratios(), scores.logprob_sums()
         chosen_B = logps_B.new_tensor(scores.is_desirable)

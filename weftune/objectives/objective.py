@@ -3,7 +3,8 @@
 The field `needs` lists what planners and executors must provide. The losses are plain torch, and autograd
 computes their gradients. `weftune.run.passes.scorer` is the only caller.
 
-Shapes: S supervised rows of a segment, in row order; B samples of a segment; D hidden width; M metrics.
+Shapes: S supervised rows of a segment (a job's samples in one microbatch), in row order; B samples of a
+segment; D hidden width; M metrics.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ class Needs:
     """The requirements of an objective beyond the log-probabilities of its samples."""
 
     group_size: int = 1
-    """Number of consecutive samples of a global batch that must share a microbatch (pairs, groups)."""
+    """Number of consecutive samples of a global batch that must be in the same microbatch: 2 for preference
+    pairs, 1 for single samples."""
     mismatched_samples: bool = False
-    """Whether mismatched samples, each a prompt with the answer to another one, are scored after the step
+    """Whether mismatched samples, each a prompt with the answer to another prompt, are scored after the step
     before each global batch, and before each evaluation."""
     reference: bool = False
     """Whether each sample is also scored, without gradients and before the job's first step, by the reference
     policy: the base with the adapter that the job starts from, or the base alone."""
     generates_rows: bool = False
-    """Whether the current adapter generates a batch's samples. A window (the microbatches that are planned
-    together) then has at most one such batch."""
+    """Whether the current adapter generates a batch's samples. A window (the few global batches that are
+    planned together) then has at most one such batch."""
     scalar_head: bool = False
     """Whether a trained vector maps the last hidden state of each sample to a scalar value."""
     max_metric_count: int = 0
@@ -41,7 +43,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
-    """The log-probabilities and other scores of one segment, which is a job's samples in one microbatch."""
+    """The log-probabilities and other scores of one segment (a job's samples in one microbatch)."""
 
     logprobs_S: Tensor
     counts: tuple[int, ...]
@@ -53,20 +55,21 @@ class SampleScores:
     """Sum of the reference policy's log-probabilities over the supervised rows of each sample, without
     gradients. None unless `Needs.reference` is set."""
     values_B: Tensor | None = None
-    """Output of the scalar head for each sample."""
+    """Output of the scalar head (a trained vector) for each sample. None if the job has no scalar head."""
     is_desirable: tuple[bool, ...] = ()
     """Whether the answer of each sample is desirable. Empty if answers have no labels."""
     kl: float = 0.0
-    """KL term: the mean log-probability of mismatched samples under the current policy minus that under the
-    reference policy, but at least 0. NaN if they were not scored. 0 unless `Needs.mismatched_samples` is
-    set."""
+    """KL term of KTO: the mean log-probability of mismatched samples (prompts with the answers to other
+    prompts) under the current policy minus that under the reference policy, but at least 0. NaN if they were
+    not scored. 0 unless `Needs.mismatched_samples` is set."""
 
     def logprob_sums(self) -> Tensor:
-        """Return the sum of the log-probabilities of each sample, [B]."""
+        """Return the sum of the log-probabilities of each sample's supervised tokens, [B]."""
         return torch.stack([part.sum() for part in self.logprobs_S.split(self.counts)])
 
     def log_ratios(self) -> Tensor:
-        """Return each sample's log-probability minus that under the reference policy, [B]."""
+        """Return the log-probability of each sample under the current policy minus that under the reference
+        policy, [B]."""
         assert self.references_B is not None
         return self.logprob_sums() - self.references_B
 
@@ -78,7 +81,8 @@ class SampleScores:
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """Properties of a job's whole global batch, which the loss of one of its segments depends on."""
+    """Properties of a job's whole global batch, on which the loss of each of its segments (the parts in one
+    microbatch each) depends."""
 
     supervised_tokens: int
     counts: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Odds ratio preference optimisation (ORPO), as in TRL's ORPOTrainer: the negative log-probability covers the
 prompt and the answer of chosen samples, and the odds ratio only the answers.
 
-Shapes: P pairs of a segment.
+Shapes: P pairs of a segment (a job's samples in one microbatch).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Functions that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment are the chosen
-and the rejected sample of a pair.
+"""Functions that objectives over preference pairs share. Samples 2n and 2n + 1 of a segment (a job's samples
+in one microbatch) are the chosen and the rejected sample of a pair.
 
 Shapes: B samples of a segment, P pairs of them, M metrics.
 """
@@ -27,8 +27,8 @@ class PairScores:
 
 
 def answer_scores(scores: SampleScores, divides_by_length: bool) -> PairScores:
-    """Return the log-probability of each answer: the sum over its tokens or, if `divides_by_length`, the
-    mean."""
+    """Return the log-probability of each answer: the sum over the answer's tokens or, if `divides_by_length`,
+    their mean."""
     logps_B = scores.answer_logprob_sums()
     if divides_by_length:
         counts = map(min, zip(scores.counts, scores.answer_lengths, strict=True))
@@ -59,7 +59,8 @@ def held_out_sums(loss: Tensor, scores: SampleScores) -> HeldOutSums:
 
 @torch.no_grad()
 def pair_metrics(rewards: PairScores, logps: PairScores) -> Tensor:
-    """Return the sums of `PAIR_METRICS` over the pairs, [M]."""
+    """Return the sums of the metrics `PAIR_METRICS` over the pairs, [M], from the rewards and
+    log-probabilities of the answers."""
     rows = (
         rewards.chosen_P,
         rewards.rejected_P,

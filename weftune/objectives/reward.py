@@ -1,6 +1,6 @@
 """Training of reward models, as in TRL's RewardTrainer.
 
-Shapes: B samples of a segment, P pairs of them, M metrics.
+Shapes: B samples of a segment (a job's samples in one microbatch), P pairs of them, M metrics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Reward:
     @torch.no_grad()
     def metrics(self, scores: SampleScores) -> Tensor:
         """Return the sums over the pairs of the mean reward, of whether the chosen answer has the higher
-        reward, and of the margin; then the maxima of the negative rewards and of the rewards, [M]."""
+        reward, and of the margin between both rewards. These are followed by the maxima of the negative
+        rewards and of the rewards, [M]."""
         rewards = _rewards(scores)
         chosen_P, rejected_P = rewards.chosen_P, rewards.rejected_P
         correct_P = (chosen_P > rejected_P).to(chosen_P.dtype)

@@ -27,8 +27,8 @@ KTO_METRICS = (
     "logps/rejected",
     "kl",
 )
-"""Names of the metrics of KTO. Metrics of chosen and rejected answers are means over the answers with the
-label true and false; they are omitted if there are no such answers."""
+"""Names of the metrics of KTO. Metrics of chosen answers are means over the answers with the label true, and
+metrics of rejected answers over those with the label false. They are omitted if there are no such answers."""
 REWARD_METRICS = ("mean_reward", "accuracy", "margin", "min_reward", "max_reward")
 """Names of the metrics of reward models. The last two are the minimum and the maximum over all samples."""
 OBJECTIVE_METRICS = tuple(dict.fromkeys((*PAIR_METRICS, *KTO_METRICS, *REWARD_METRICS)))
@@ -41,15 +41,15 @@ SMOOTHING = Bound(at_least=0, below=0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec:
-    """Base class of the keys of all objectives."""
+    """Base class of the settings (keys in a jobs file) of all objectives."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     implementation: ClassVar[str]
-    """Import path `package.module:Class` of the objective. It is imported only for training, because it needs
-    torch."""
+    """Import path `package.module:Class` of the objective. The class is imported only for training, because
+    it needs torch."""
     learning_rate: ClassVar[float] = 1e-6
-    """Default learning rate of jobs with this objective."""
+    """Default learning rate of jobs with this objective, if the user sets none."""
     row_kind: ClassVar[RowKind] = "pairs"
     """Kind of dataset rows that the objective requires, such as preference pairs."""
     supervises_prompts: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class ObjectiveSpec:
     scalar_head: ClassVar[bool] = False
     """Whether the objective trains a scalar head in addition to the adapter."""
     metrics: ClassVar[tuple[str, ...]] = PAIR_METRICS
-    """Names of the metrics, except the loss."""
+    """Names of the metrics that the objective reports in addition to the loss."""
     max_metric_count: ClassVar[int] = 0
     """Number of metrics, at the end of `metrics`, that are maxima over rows. All others are means."""
 
@@ -75,14 +75,14 @@ class ObjectiveSpec:
         yield from ()
 
     def named_metrics(self, metric_means: Sequence[float]) -> dict[str, float]:
-        """Return a dict from metric name to value. `metric_means` are the objective's means and maxima, and
-        may be followed by zeros."""
+        """Return a dict from metric name to value. `metric_means` has the values of the objective's metrics
+        (means, then maxima), and may be longer, filled up with zeros."""
         return dict(zip(self.metrics, metric_means, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSpec(ObjectiveSpec):
-    """Supervised fine-tuning."""
+    """Settings of supervised fine-tuning."""
 
     learning_rate: ClassVar[float] = 2e-4
     row_kind: ClassVar[RowKind] = "answers"
@@ -93,7 +93,7 @@ class SftSpec(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoSpec(ObjectiveSpec):
-    """Direct preference optimisation against a reference policy."""
+    """Settings of direct preference optimisation (DPO) against a reference policy."""
 
     implementation: ClassVar[str] = "weftune.objectives.dpo:Dpo"
     needs_reference: ClassVar[bool] = True
@@ -102,7 +102,8 @@ class DpoSpec(ObjectiveSpec):
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     beta: Annotated[float, BETA] = 0.1
     label_smoothing: Annotated[float, SMOOTHING] = 0.0
-    """Probability that the labels of a pair are swapped. Used with `loss_type: robust` only."""
+    """Assumed probability that the labels of a preference pair are swapped. Used with `loss_type: robust`
+    only."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing and self.loss_type != "robust":
@@ -111,7 +112,8 @@ class DpoSpec(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoSpec(ObjectiveSpec):
-    """Contrastive preference optimisation; with `loss_type: simpo` and `cpo_alpha: 0` SimPO."""
+    """Settings of contrastive preference optimisation (CPO). With `loss_type: simpo` and `cpo_alpha: 0`, this
+    is SimPO."""
 
     implementation: ClassVar[str] = "weftune.objectives.cpo:Cpo"
 
@@ -119,11 +121,13 @@ class CpoSpec(ObjectiveSpec):
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
     beta: Annotated[float, BETA] = 0.1
     label_smoothing: Annotated[float, SMOOTHING] = 0.0
-    """Probability that the labels of a pair are swapped. Used with `sigmoid` and `simpo` only."""
+    """Assumed probability that the labels of a preference pair are swapped. Used with `sigmoid` and `simpo`
+    only."""
     cpo_alpha: Annotated[float, Bound(at_least=0)] = 1.0
     """Weight of the mean negative log-probability of the chosen answers' tokens."""
     simpo_gamma: Annotated[float, Bound(at_least=0)] = 0.5
-    """Target reward margin. Used with `loss_type: simpo` only."""
+    """Target margin between the rewards of the chosen and of the rejected answer. Used with `loss_type:
+    simpo` only."""
 
     def faults(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "simpo"):

@@ -36,17 +36,19 @@ MAX_CURVES = len(_COLOURS) * len(_DASHES)
 be distinguished and would make the page slow."""
 
 _MAX_DROPPED = 200
-"""Maximum number of curves of trials that were dropped from a sweep. They all have the same colour and
-dashes."""
+"""Maximum number of drawn curves of trials that were dropped from a sweep. These curves all have the same
+colour and dashes."""
 DROPPED_COLOUR = "#9aa3b2"
 GREY_NOTE = " Grey: trials that left their sweep early."
 DROPPED = "left"
-"""Name of the group of all curves of dropped trials. One button of the legend shows and hides them."""
+"""Name of the legend's group of all curves of trials that were dropped from a sweep. One button of the legend
+shows and hides them."""
 MAX_POINTS = 16_000
-"""Maximum number of points of all curves of one chart together. They take about 200 kB."""
+"""Maximum number of points of all curves of one chart together. So many points take about 200 kB in the
+page."""
 _MAX_LEVELS = 3
-"""Maximum number of losses of the base that are drawn as lines. The base has one loss for every set of
-validation rows."""
+"""Maximum number of losses of the base model that are drawn as horizontal lines. The base has one loss for
+every set of validation rows."""
 
 _MIN_WINDOWS = 3
 _MEASURED, _PREDICTED = LineStyle("#3b7ddd"), LineStyle("#8a94a6", "dash")
@@ -118,8 +120,8 @@ def _loss_chart(jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord]) 
 def _evaluation_chart(
     jobs: Sequence[JobRecord], dropped_trials: Sequence[JobRecord], *, accuracy: bool
 ) -> Chart | None:
-    """Return a chart of validation losses, or of token accuracies in percent, with the value of the base as a
-    dashed line."""
+    """Return a chart of validation losses, or of token accuracies in percent, with the value of the base
+    model without an adapter as a dashed line."""
 
     def curve(job: JobRecord) -> list[Point]:
         return [
@@ -154,8 +156,8 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def _base_levels(bases: Sequence[tuple[JobRecord, float | None]], digits: int) -> list[ReferenceLine]:
-    """Return a horizontal line for each distinct loss of the base. If there are several, each line is
-    labelled with the rows that the loss was measured on."""
+    """Return a horizontal line for each distinct loss of the base model without an adapter. If there are
+    several, each line is labelled with the rows that the loss was measured on."""
     found: dict[str, tuple[JobRecord, float]] = {}
     for job, value in ((job, value) for job, value in bases if value is not None):
         found.setdefault(loss_text(value, digits), (job, value))
@@ -200,8 +202,8 @@ def _predicted_chart(
     measured_values: Sequence[float | None],
     predicted_values: Sequence[float | None],
 ) -> Chart | None:
-    """Return a chart of measured and predicted values, window by window. `names` are the chart's name, title
-    and unit."""
+    """Return a chart of measured and predicted values of windows (a few global batches of every job each), in
+    the order of the windows. `names` are the chart's name, title and unit."""
     name, title, unit = names
     happened = [Point(number, value) for number, value in enumerate(measured_values, start=1)]
     promised = [Point(number, value) for number, value in enumerate(predicted_values, start=1)]
@@ -234,8 +236,8 @@ def _job_series(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) 
 
 
 def _dropped_series(job: JobRecord, points: Sequence[Point]) -> Series:
-    """Return the curve of a trial that was dropped from its sweep. It is drawn behind all other curves, and
-    its name is shown only on hover."""
+    """Return the curve of a trial that was dropped from its sweep. The curve is drawn behind all other
+    curves, and its name is shown only on hover."""
     grey = LineStyle(DROPPED_COLOUR)
     return Series(name=job.name, points=points, line_style=grey, width=1.2, opacity=0.6, group=DROPPED)
 
@@ -262,8 +264,8 @@ def _has_curve(curves: Sequence[Sequence[Point]]) -> bool:
 
 
 def _axis_values(jobs: Sequence[JobRecord], curves: Sequence[Sequence[Point]]) -> list[float]:
-    """Return the values that an axis of losses must include. They exclude the diverged losses of failed jobs,
-    which are drawn at the edge."""
+    """Return the values that an axis of losses must include. Diverged losses of failed jobs are left out;
+    their points are drawn at the edge of the chart."""
     every = _finite_values(curves)
     healthy = _finite_values(
         [curve for job, curve in zip(jobs, curves, strict=True) if job.state not in ENDED_BADLY]

@@ -15,9 +15,9 @@ from weftune.report.words import count_noun, loss_text
 
 ENDED_BADLY = ("failed", "cancelled")
 MIN_ROWS, MIN_TOKENS = 20, 500
-"""Minimum numbers of held-out rows and tokens for calling one adapter better than another. The loss of a
-single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one row
-are correlated, so a few rows say little about the adapter."""
+"""Minimum numbers of held-out rows and tokens for saying that one adapter is better than another. The loss of
+a single token varies by about 1, so the mean of 500 tokens is accurate to about 0.05; and the tokens of one
+row are correlated, so a few rows say little about the adapter."""
 
 
 def first_loss(job: JobRecord) -> float | None:
@@ -30,14 +30,14 @@ def first_validation(job: JobRecord) -> float | None:
 
 
 def base_validation(job: JobRecord) -> float | None:
-    """Return the validation loss of the base without an adapter. For runs that did not record it, return the
-    loss at step 0, which is the same if the adapter does not change the base at step 0."""
+    """Return the validation loss of the base without an adapter. If a run did not record this loss, return
+    the loss at step 0, which is equal if the adapter does not change the base at step 0."""
     return job.base_loss if job.base_loss is not None else first_validation(job)
 
 
 def base_accuracy(job: JobRecord) -> float | None:
-    """Return the token accuracy of the base, which is measured only at step 0. Return None for an adapter
-    that changes the base already at step 0."""
+    """Return the token accuracy of the base without an adapter, which is measured at step 0 only. Return None
+    for an adapter that already changes the base at step 0."""
     first = next((line for line in job.evaluations if line.step == 0), None)
     if first is None or first.loss is None or first.accuracy is None:
         return None
@@ -46,9 +46,9 @@ def base_accuracy(job: JobRecord) -> float | None:
 
 
 def kept_evaluation(job: JobRecord) -> MetricLine | None:
-    """Return the evaluation of the adapter in the job's folder: the best one with `keep: best`, otherwise the
-    last. Return None if the job was not evaluated after step 0, since an evaluation at step 0 says nothing
-    about training."""
+    """Return the evaluation of the adapter in the job's folder: the best evaluation if the job has `keep:
+    best`, otherwise the last one. Return None if the job was not evaluated after step 0, since an evaluation
+    at step 0 says nothing about training."""
     known = [line for line in job.evaluations if line.loss is not None]
     if all(line.step == 0 for line in known):
         return None
@@ -83,13 +83,15 @@ def held_out_tokens(job: JobRecord) -> int | None:
 
 
 def has_enough_rows(job: JobRecord) -> bool:
-    """Return whether the job has enough held-out rows for a comparison with other adapters."""
+    """Return whether the job has enough held-out rows and tokens to say that one adapter is better than
+    another."""
     rows, tokens = held_out_rows(job), held_out_tokens(job)
     return (rows is None or rows >= MIN_ROWS) and (tokens is None or tokens >= MIN_TOKENS)
 
 
 def sort_by_result(jobs: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-    """Sort jobs by validation loss, then those without validation by training loss, then failed jobs."""
+    """Return the jobs sorted from best to worst: first those with a validation loss, by that loss; then those
+    without, by training loss; failed jobs last."""
 
     def rank(job: JobRecord) -> tuple[int, float]:
         validation, training = kept_validation(job), job.loss
@@ -134,7 +136,8 @@ def is_worse_than_base(job: JobRecord) -> bool:
 
 
 def validation_key(job: JobRecord) -> str:
-    """Return a key that is equal for jobs evaluated on the same rows with the same tokenisation and loss."""
+    """Return a key by which jobs are grouped. It is equal for jobs that were evaluated on the same rows with
+    the same tokenisation and loss."""
     held_out = {
         key: value for key, value in _spec_section(job, "eval").items() if key in ("path", "fraction")
     }
@@ -158,7 +161,8 @@ def validation_rows(job: JobRecord) -> str:
 
 
 def differing_keys(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-    """Return the dotted keys whose values differ between the jobs that have a spec."""
+    """Return the dotted keys, such as `adapter.rank`, whose values differ between the jobs. Jobs without a
+    recorded spec are left out."""
     flats = [flat_spec(job) for job in jobs if job.spec]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     # An absent key means the same as None: a job without `eval` has no `eval.path` either.
@@ -170,7 +174,7 @@ def flat_spec(job: JobRecord) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """Format a value as in the jobs file."""
+    """Format the value of a job's key as the user would write it in the jobs file."""
     if value is None:
         return "none"
     if isinstance(value, bool):

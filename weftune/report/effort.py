@@ -1,4 +1,5 @@
-"""Time and memory of a run: predictions beside measurements, window by window, and the wall time by phase.
+"""Time and memory of a run: predictions beside measurements for each window (a few global batches of every
+job), and the wall time by phase.
 
 Errors of predictions are averaged only over windows whose jobs or lengths differ from the window before.
 Windows that compile kernels or capture a CUDA graph are averaged separately.
@@ -18,13 +19,14 @@ COLUMNS = (
     "window", "jobs", "passes", "predicted", "measured", "off", "predicted peak", "peak", "off", "",
 )  # fmt: skip
 MIN_WINDOWS, MAX_ERROR = 4, 0.25
-"""Minimum number of windows, and maximum mean relative error, for which the report's headline mentions the
-predictions."""
+"""Minimum number of windows (a few global batches of every job each), and maximum mean relative error of
+their predictions, for which the report's headline mentions the predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Mean relative errors of the predicted times and memory peaks of windows."""
+    """Mean relative errors of the predicted seconds and of the predicted memory peaks of a run's windows (a
+    few global batches of every job each)."""
 
     windows: int
     seconds: float | None
@@ -32,9 +34,9 @@ class Errors:
 
 
 def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bool) -> Errors:
-    """Return the mean relative errors of predicted times and peaks, over the windows whose jobs or sample
-    lengths had changed. If `includes_compilation`, only windows that compiled kernels or captured graphs are
-    counted, and otherwise only all others."""
+    """Return the mean relative errors of predicted times and peaks, over the windows (a few global batches of
+    every job each) whose jobs or sample lengths had changed. If `includes_compilation`, only windows that
+    compiled kernels or captured graphs are counted, and otherwise only all others."""
     counted = [
         window
         for window in windows
@@ -50,7 +52,8 @@ def prediction_errors(windows: Sequence[WindowLine], *, includes_compilation: bo
 
 
 def seconds_error(window: WindowLine) -> float | None:
-    """Return the relative error of the predicted time; negative if the window took longer than predicted."""
+    """Return the relative error of the predicted seconds of a window (a few global batches of every job). The
+    error is negative if the window took longer than predicted."""
     return _relative_error(window.predicted_seconds, window.seconds)
 
 
@@ -59,7 +62,7 @@ def peak_error(window: WindowLine) -> float | None:
 
 
 def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
-    """Return one table row per window, with the columns `COLUMNS`."""
+    """Return one table row per window (a few global batches of every job), with the columns `COLUMNS`."""
     return [
         (
             str(number),
@@ -78,8 +81,8 @@ def window_rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
 
 
 def headline(windows: Sequence[WindowLine]) -> str | None:
-    """Return one line about the errors of the predictions. Return None if too few windows were predicted, or
-    if the predictions were inaccurate, which also happens on a busy machine."""
+    """Return one line about the errors of the predicted times and memory. Return None if too few windows were
+    predicted, or if the predictions were inaccurate, which also happens on a busy machine."""
     found = prediction_errors(windows, includes_compilation=False)
     if found.windows < MIN_WINDOWS or found.seconds is None or found.seconds > MAX_ERROR:
         return None
@@ -89,8 +92,8 @@ def headline(windows: Sequence[WindowLine]) -> str | None:
 
 
 def error_sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """Return sentences about the errors of the predictions and about the source of the first prediction, for
-    the table of windows."""
+    """Return sentences for the table of windows: about the errors of the predictions, and about the source of
+    the first prediction."""
     changed, unsettled = (
         prediction_errors(windows, includes_compilation=False),
         prediction_errors(windows, includes_compilation=True),

@@ -41,7 +41,7 @@ from weftune.report.words import (
 )
 
 Losses = tuple[float | None, float | None]
-"""First and last value of a job's loss, each None if unknown."""
+"""Pair of the first and the last value of a job's loss. A value is None if it is unknown."""
 
 
 def final_table(run: Run, width: int = 80) -> Group:
@@ -78,7 +78,8 @@ def _jobs_in_table(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[Re
 
 
 def _job_reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
-    """Return warnings about results, the reasons of unfinished jobs, and the command to retry failed jobs."""
+    """Return lines for the end of a run: warnings about results, the reasons why jobs did not finish, and the
+    command to retry failed jobs."""
     lines = [_no_wrap_text(f"{job.name}: {job.warning}", style="red") for job in jobs if job.warning]
     for job in jobs:
         if job.reason:
@@ -89,8 +90,8 @@ def _job_reasons(run: Run, jobs: tuple[JobRecord, ...]) -> list[Text]:
 
 
 def _no_wrap_text(text: str, style: str = "") -> Text:
-    """Return a line into which no line breaks are inserted, since a command with line breaks could not be
-    pasted."""
+    """Return a line of text into which rich inserts no line breaks, since a command with line breaks could
+    not be pasted."""
     return Text(printable_line(text), style=style, no_wrap=True, overflow="ignore")
 
 
@@ -157,15 +158,16 @@ def _losses_text(first_loss: float | None, last_loss: float | None) -> str:
 
 
 def _change_text(losses: Losses, validation: Losses) -> Text:
-    """Format the change of the validation loss or, without a validation loss, of the training loss. It is red
-    if the loss increased."""
+    """Format the change of the validation loss or, without a validation loss, of the training loss. The text
+    is red if the loss increased."""
     first, last = losses if validation == (None, None) else validation
     is_worse = first is not None and last is not None and last > first
     return Text(change_text(first, last), style="red" if is_worse else "")
 
 
 def _short_path(folder: Path) -> str:
-    """Return the path of a folder, relative to the current directory if it is inside."""
+    """Format the path of a folder, relative to the current directory if the folder is inside that
+    directory."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -175,8 +177,8 @@ _FAILURES = 3
 
 
 def sweep_ending(run: Run, record: SweepRecord, width: int) -> list[RenderableType]:
-    """Return a table of a sweep's best trials, with the folders of the winners' adapters if they fit into
-    `width` columns."""
+    """Return a table of a sweep's best trials, with the folders of the winners' adapters if these paths fit
+    into `width` columns."""
     best = winners(record) or leading_trials(record, _LEADERS)
     doubt = base_sentence(record)
     below = [Text(printable_line(doubt), style="red")] if doubt else []

@@ -1,4 +1,5 @@
-"""The page of `weftune eval`, and the file with the answers of a training job."""
+"""The HTML page of `weftune eval`, and the file in which a training job stores its answers to held-out
+prompts."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from weftune.report.words import NO_VALUE, accuracy_text, count_noun, loss_text
 MAX_ROWS = 200
 """Maximum number of rows whose answers are shown on the page of an evaluation."""
 ANSWERS = "answers.json"
-"""File in a job's folder with the answers of its adapter to held-out prompts."""
+"""Name of the file, in a job's folder, with the answers of the job's adapter to held-out prompts."""
 BARE_BASE = ""
-"""Key of the base's answers in the mapping from jobs to answers. It cannot be `base`, which may be the name
-of a job."""
+"""Key of the base model's own answers in the mapping from jobs to answers. The key is not `base`, which may
+be the name of a job."""
 
 
 def answers_record(adapter: str, step: int, rows: Sequence[AnsweredRow]) -> dict[str, Any]:
@@ -49,7 +50,8 @@ class SampleAnswers:
 
 
 def read_answers(folder: Path) -> SampleAnswers | None:
-    """Return the answers that a job's folder contains, or None if there are none or they cannot be read."""
+    """Return the answers that are stored in a job's folder, or None if there are none or they cannot be
+    read."""
     try:
         value = json.loads((folder / ANSWERS).read_bytes())
         return SampleAnswers(int(value["step"]), tuple(_parse_answered_row(row) for row in value["rows"]))

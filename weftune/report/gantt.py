@@ -43,8 +43,8 @@ TICKS_PER_WINDOW = 1_000_000
 """Resolution of a drawn timeline: the number of ticks into which its duration is divided. Starts and lengths
 of bars are whole numbers of ticks."""
 MAX_BYTES = 400_000
-"""Maximum size in bytes of a timeline's data in a page. If there is more data, only the first actions are
-drawn."""
+"""Maximum size in bytes of a timeline's data in a page. If the data of all actions are larger, only the first
+actions are drawn."""
 _MAX_TEXT = 160
 COLOURS = {
     "forward": "#3b7ddd",
@@ -74,7 +74,7 @@ _KIND_NAMES: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of a timeline, which shows one action."""
+    """A bar of a timeline. Its position and length show when one action of a worker ran."""
 
     row: str
     kind: str
@@ -82,9 +82,10 @@ class Bar:
     start: float
     stop: float
     text: str
-    """String that is shown when the pointer is on the bar. It is not HTML-escaped."""
+    """String that is shown when the pointer is on the bar. The string is not HTML-escaped."""
     microbatch: int = -1
-    """Index of the action's microbatch. -1 if it has none or the index is unknown."""
+    """Index of the microbatch that the action processes. -1 if the action processes none, or the index is
+    unknown."""
 
 
 def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
@@ -115,8 +116,8 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
 
 
 def _device_rows(timeline: Timeline, kinds: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a table row for each device, with the fraction of time in which it computes and the fraction of
-    time of each kind of action."""
+    """Return a table row for each device, with the fraction of time in which the device computes and the
+    fraction of time of each kind of action."""
     seconds: dict[tuple[int, str], float] = {}
     for one in timeline.events:
         key = one.device, action_kind(one.action)
@@ -189,8 +190,8 @@ def _chart_data(
 
 
 def _segments(program: Program, number: int, jobs: Mapping[str, int]) -> list[int]:
-    """Return the jobs in a microbatch as a flat list `[job index, tokens, job index, tokens, ...]`. Adjacent
-    segments of one job are merged."""
+    """Return the jobs in microbatch `number` as a flat list `[job index, tokens, job index, tokens, ...]`.
+    Adjacent segments of one job are merged."""
     found: list[int] = []
     for job, group in groupby(program.microbatches[number].segments, key=lambda one: one.job):
         found += (jobs[job], sum(one.tokens for one in group))
@@ -227,8 +228,8 @@ def timeline_title(timeline: Timeline, title: str) -> str:
 
 
 def job_colours(program: Program) -> dict[str, str]:
-    """Map every job to a colour. Jobs are in the order in which they first train, and consecutive hues are a
-    golden angle apart."""
+    """Map every job of a Program to a colour. Jobs are in the order in which they first train, and
+    consecutive hues are a golden angle apart."""
     names = dict.fromkeys(one.job for microbatch in program.microbatches for one in microbatch.segments)
     return {name: _hue(number) for number, name in enumerate(names)}
 
@@ -255,13 +256,13 @@ def lane_name(device: int, lane: Lane) -> str:
 
 
 def action_kind(action: Action) -> str:
-    """Return the kind of an action, which determines its colour in a timeline."""
+    """Return the kind of an action, such as `forward`, which determines its colour in a timeline."""
     return _KIND_NAMES.get(type(action), "other")
 
 
 def action_text(action: Action, program: Program) -> str:
-    """Return the string that is shown when the pointer is on an action. It may contain user input: the names
-    of jobs."""
+    """Return the string that is shown when the pointer is on an action. The string may contain user input:
+    the names of jobs."""
     if not isinstance(action, Compute | HalfPass | Transport):
         return str(action)
     microbatch = program.microbatches[action.microbatch]
@@ -271,7 +272,7 @@ def action_text(action: Action, program: Program) -> str:
 
 TIMELINES = "timelines.json"
 MAX_BARS = 2000
-"""Maximum number of bars of a recorded timeline. Of longer windows, only the first bars are kept."""
+"""Maximum number of bars of a recorded timeline. If a window has more, only the first bars are kept."""
 BUBBLE_COLUMNS = ("worker", "bubbles predicted", "measured", "in the steady part predicted", "measured")
 
 
@@ -281,10 +282,10 @@ class DrawnTimeline:
 
     seconds: float
     bubbles: tuple[float, ...]
-    """Fraction of the window in which each worker is idle."""
+    """Fraction of the timeline's duration in which each worker is idle."""
     steady: tuple[float, ...]
     """Fraction of idle time of each worker while the pipeline is full: from the time when all workers have
-    begun until one of them has run its last Forward."""
+    begun until any of them has run its last Forward."""
     bars: tuple[Bar, ...]
 
 
@@ -332,7 +333,7 @@ def write_timelines(output: Path, timelines: Timelines) -> None:
 
 def read_timelines(output: Path) -> Timelines | None:
     """Return the predicted and the measured timeline of a pipeline's last window from an output folder.
-    Return None if the file is missing or cannot be read."""
+    Return None if the folder's file with these timelines is missing or cannot be read."""
     try:
         found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
         return Timelines(
@@ -383,7 +384,8 @@ class TimelineChart:
 
 
 def timeline_charts(timelines: Timelines) -> tuple[TimelineChart, ...]:
-    """Return the predicted and the measured timeline of a window for the report, on the same time scale."""
+    """Return two charts for the report, on the same time scale: the predicted and the measured timeline of a
+    window (a few global batches of every job)."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
     workers = len(timelines.measured.bubbles)
@@ -406,7 +408,8 @@ def _timeline_chart(
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
-    """Return one table row per worker about its idle time, with the columns `BUBBLE_COLUMNS`."""
+    """Return one table row per worker of a pipeline about its idle time, with the columns
+    `BUBBLE_COLUMNS`."""
     foreseen, measured = timelines.foreseen, timelines.measured
     columns: Sequence[Sequence[float]] = (
         foreseen.bubbles,

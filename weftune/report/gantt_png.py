@@ -36,7 +36,7 @@ def require_pillow() -> None:
 
 def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
     """Return a PNG picture of a timeline, with a lane for each device and stream that has events. The lower
-    part of each pass shows the jobs in it."""
+    part of each pass's bar shows the jobs in the pass."""
     from PIL import Image, ImageDraw
 
     lanes = lane_names(timeline)
@@ -67,8 +67,8 @@ def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
 
 
 def job_strips(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
-    """Divide the time of every pass among its jobs in proportion to their tokens. Yield the lane, the job,
-    and the start and stop of its part."""
+    """Divide the time of every forward and backward pass among its jobs in proportion to their tokens. Yield
+    the lane, the job, and the start and stop of the job's part in seconds."""
     for event in timeline.events:
         if not isinstance(event.action, Compute) or event.stop <= event.start:
             continue
@@ -92,8 +92,8 @@ def _draw_title(canvas: ImageDraw, timeline: Timeline, title: str) -> None:
 
 
 def _lay_out_legend(jobs: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Return the positions of the jobs in the legend below the picture, as (job, line, distance from the left
-    in pixels)."""
+    """Return the positions of the jobs in the legend below the picture, each as a tuple: job, line number,
+    distance from the left in pixels."""
     entries, line, across = [], 0, LEFT
     for job in jobs:
         width = 40 + int(_font(14).getlength(f"job {job}"))

@@ -22,7 +22,7 @@ Spec = Mapping[str, Any]
 
 _NOT_METRICS = ("job", "step", "time")
 _LONGEST_PARAMETER = 500
-"""Maximum length of a parameter's value in MLflow, in characters."""
+"""Maximum length, in characters, of a parameter's value that MLflow accepts."""
 
 
 class JobLogger(Protocol):
@@ -77,8 +77,8 @@ class Loggers:
 
 
 def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
-    """Open the loggers of the trackers that `report_to` in the jobs file names. `jobs` maps each job's name
-    to its spec."""
+    """Open a logger per job for each tracker that `report_to` in the jobs file names. `jobs` maps each job's
+    name to its spec."""
     check_trackers(names)
     openers: dict[str, Callable[[str, Spec], JobLogger]] = {}
     if "tensorboard" in names:
@@ -129,8 +129,8 @@ class TensorboardLogger:
 
 
 def _log_in_to_wandb() -> None:
-    """Log in to Weights & Biases. This is done before the run starts, since wandb may ask for a key, and so
-    that errors are reported at once."""
+    """Log in to Weights & Biases. The login takes place before the run starts, since wandb may ask for a key,
+    and so that errors are reported at once."""
     import wandb
 
     try:
@@ -142,7 +142,7 @@ def _log_in_to_wandb() -> None:
 
 class WandbLogger:
     """A logger for Weights & Biases. The run id is derived from the output folder and the job, so that a
-    resumed job continues its run."""
+    resumed job continues its run in Weights & Biases."""
 
     def __init__(self, output: Path, job: str, spec: Spec) -> None:
         import wandb

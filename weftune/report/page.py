@@ -55,15 +55,15 @@ _MAX_WINDOWS = 200
 _MAX_ROWS = 500
 """Maximum number of jobs in the table of the report. A page with more jobs would open slowly."""
 _MAX_DETAILS = 200
-"""Maximum number of jobs with commands on the page of the report: the first jobs, and those that need the
+"""Maximum number of jobs for which the report has commands to copy: the first jobs, and those that need the
 user's action."""
 _MAX_ANSWERS = 8
 """Maximum number of jobs whose answers to a prompt are shown side by side. The best jobs are chosen."""
 _MAX_RUNS = 5
-"""Maximum number of runs into a folder whose wall times are shown. If the folder was resumed more often, only
-the last runs are shown."""
+"""Maximum number of runs whose wall times are shown in the report of an output folder. If the folder was
+resumed more often, only the last runs are shown."""
 _CURVES = ("loss", "validation", "accuracy")
-"""Names of the report's charts of losses and accuracy. All other charts show time and memory."""
+"""Names of the report's charts that show losses and accuracy. All other charts show time and memory."""
 _NUMBERS = (
     ("validation", "validation loss"),
     ("change", "against the base"),
@@ -82,8 +82,8 @@ savings are within the error of the time model."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A cell of the table of jobs with the value of a key: a short string, and the complete string that is
-    shown on hover."""
+    """A cell of the table of jobs that shows the value of a setting: a short string, and the complete string
+    that is shown on hover."""
 
     key: str
     text: str
@@ -147,7 +147,8 @@ class JobView:
 
     @property
     def has_curves(self) -> bool:
-        """Whether the job's curves are in the charts, with a colour and dashes that no other job has."""
+        """Whether the charts contain curves of the job, drawn in a colour and dashes that no other job
+        has."""
         return self.index < MAX_CURVES and not self.is_dropped
 
     @property
@@ -214,7 +215,7 @@ def render_page(run: Run, timelines: Timelines | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """A held-out prompt with the answers that the adapters of several jobs gave to it."""
+    """A held-out prompt, with the answers that the base model and the adapters of several jobs gave to it."""
 
     row: AnsweredRow
     titles: Mapping[str, str]
@@ -244,7 +245,8 @@ def _answer_title(job: JobRecord) -> str:
 
 
 def _sorted_jobs(run: Run) -> tuple[JobRecord, ...]:
-    """Return the jobs by result, then the trials of sweeps by result, then the dropped trials."""
+    """Return the jobs in the order of the table: jobs outside sweeps by result, then the trials of sweeps by
+    result, then the dropped trials."""
     ranks = {
         trial.name: (1 + (trial.state == "left"), number)
         for number, trial in enumerate(trial for sweep in run.sweeps for trial in rank_trials(sweep))
@@ -370,7 +372,7 @@ def _job_views(run: Run, jobs: Sequence[JobRecord]) -> list[JobView]:
 
 def _validation_number(job: JobRecord) -> Number:
     """Return the validation loss of the adapter in the job's folder, with its step if that is not the last
-    step. If no adapter was evaluated, return the loss of the base."""
+    step. If the adapter was not evaluated, return the loss of the base without an adapter."""
     kept, base = kept_validation(job), base_validation(job)
     if kept is None:
         text = "" if base is None else f"base {loss_text(base)}"
@@ -392,8 +394,8 @@ def _loss_change_number(job: JobRecord) -> Number:
 
 
 def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float], str]) -> Number:
-    """Return a metric of the job's objective with one of the given names: its value on the held-out pairs or,
-    without held-out pairs, at the last step."""
+    """Return a measured metric of the job for the report: the metric of its objective that has one of the
+    given names, on the held-out pairs or, without held-out pairs, at the last step."""
     kept = kept_evaluation(job)
     line = kept if kept is not None else job.losses[-1] if job.losses else None
     metrics = {} if line is None else line.metrics
@@ -403,7 +405,8 @@ def _metric_number(job: JobRecord, names: Sequence[str], text: Callable[[float],
 
 
 def _score_number(job: JobRecord) -> Number:
-    """Return the value of the job's `eval.metric` for the adapter in its folder, and for the base."""
+    """Return the value of the job's `eval.metric` for the report: for the adapter in the job's folder, with
+    the base's value as a detail."""
     name, base = job.metric_name, job.base_score
     if job.score is None or name is None:
         return Number()
@@ -425,8 +428,8 @@ def _accuracy_number(job: JobRecord) -> Number:
 
 
 def _setting_columns(jobs: Sequence[JobRecord]) -> list[list[Value]]:
-    """Return a column of the table for each key in which jobs differ, unless all formatted values are
-    equal."""
+    """Return a column of the table for each key in which jobs differ. Keys whose formatted values are all
+    equal are left out."""
     specs = [flat_spec(job) for job in jobs]
     columns = [_setting_column(key, [spec.get(key) for spec in specs]) for key in differing_keys(jobs)]
     return [column for column in columns if len({one.full_text for one in column}) > 1]

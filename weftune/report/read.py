@@ -33,7 +33,7 @@ from weftune.report.evaluation import SampleAnswers, read_answers
 WALL_TIME = "wall.json"
 Curve = list["MetricLine"]
 _EVALUATION_KEYS = ("eval_loss", "eval_tokens", "eval_token_accuracy")
-"""Keys in the lines of evaluations for which `MetricLine` has fields of their own."""
+"""Keys in an evaluation's line of metrics.jsonl for which `MetricLine` has fields of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class MetricLine:
 
     step: int
     loss: float | None
-    """Loss of the step or evaluation. None if it was not finite."""
+    """Loss of the optimizer step or of the evaluation. None if the loss was not finite."""
     tokens: int = 0
     """Number of tokens over which the loss is averaged. 0 if it is not recorded."""
     accuracy: float | None = None
@@ -54,24 +54,26 @@ class MetricLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowLine:
-    """One executed window (microbatches that were planned together), with its measured and predicted
-    values."""
+    """A record of one executed window (a few global batches of every job, planned together), with its
+    measured and predicted values."""
 
     tokens: int
     microbatches: int
     shared: int
-    """Number of microbatches that hold two or more jobs."""
+    """Number of microbatches with samples of two or more jobs."""
     seconds: float
     predicted_seconds: float | None
     peak_bytes: float | None
     predicted_peak_bytes: float | None
     jobs: int = 0
     changed: bool = True
-    """Whether the window's jobs or sample lengths differ from the previous window."""
+    """Whether the jobs or sample lengths of the window (a few global batches of every job) differ from those
+    of the window before."""
     compiled_passes: int = 0
-    """Number of passes in which kernels were compiled or a graph captured."""
+    """Number of passes of the window (a few global batches of every job) in which kernels were compiled or a
+    CUDA graph was captured."""
     source: str = ""
-    """Source of the predicted time, as a string for the user."""
+    """Description, for the user, of what the predicted time is based on, such as a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +81,13 @@ class JobRecord(JobStatus):
     """The status of a job with its name and, if it was read from an output folder, the spec, curves and
     answers of the job.
 
-    The state may be a string that `State` does not have, as in files of other versions; it is `unknown` if a
-    job has no status.
+    The state may be a string that is no `State`, as in files of other versions; a job without a status has
+    the state `unknown`.
     """
 
     name: str
     loss: float | None = None
-    """Last finite training loss."""
+    """Last training loss that was finite. None if there is none."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values of the job with all defaults filled in. Empty for a job that never started."""
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class JobRecord(JobStatus):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The content of an output folder."""
+    """The content of an output folder, as the report shows it."""
 
     output: Path
     base: str
@@ -119,7 +121,7 @@ class Run:
     jobs: tuple[JobRecord, ...]
     windows: tuple[WindowLine, ...]
     wall_times: tuple[WallTime, ...] = ()
-    """Wall time of every process that trained into the folder."""
+    """Wall time, by phase, of every process that has trained into the folder."""
     sweeps: tuple[SweepRecord, ...] = ()
     command: str | None = None
     """Shell command that resumes the run, as recorded in the status."""
@@ -131,7 +133,7 @@ class Run:
 
     @property
     def dropped_trials(self) -> frozenset[str]:
-        """Names of the trials that were dropped from their sweeps. They do not count as failures."""
+        """Names of the trials that were dropped from their sweeps. Such trials do not count as failures."""
         return frozenset(
             trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
         )
@@ -203,8 +205,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
 
 
 def _read_metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
-    """Return all lines of metrics. If several processes trained shares of the jobs, the lines of a job come
-    from the folder of its share, where they are complete."""
+    """Return all lines of metrics. If several processes each trained a part of the jobs, the lines of a job
+    come from the folder of its process, where they are complete."""
     owned = frozenset(name for share in shares for name in share.jobs)
     own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
     return [
@@ -224,8 +226,9 @@ def _merge_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunS
 
 
 def _read_curves(lines: list[Mapping[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Return two mappings, from each job to its steps and to its evaluations, both in order. A job that was
-    resumed or restarted has repeated some steps, whose earlier lines are dropped."""
+    """Return two mappings from each job: one to the lines of its steps, the other to the lines of its
+    evaluations, both in order. A job that was resumed or restarted has repeated some steps, whose earlier
+    lines are dropped."""
     losses: dict[str, Curve] = {}
     evaluations: dict[str, Curve] = {}
     for line in lines:

@@ -25,7 +25,8 @@ class Remedy:
 
 
 def base_spec(job: JobRecord, run: Run) -> BaseSpec | None:
-    """Return the base that the job was trained on, or None if it is not recorded."""
+    """Return the specification of the base model that the job was trained on, or None if it is not
+    recorded."""
     model = job.base.get("model") or run.base
     if not model:
         return None
@@ -55,9 +56,9 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def vllm_rank(base: BaseSpec, folder: Path) -> int | None:
-    """Return the rank of the adapter in `folder` if vLLM can load the adapter, and None if it cannot. It
-    cannot load an adapter of a quantised base or of a base with rope scaling, since it would load another
-    model than the adapter was trained on."""
+    """Return the rank of the adapter in `folder` if vLLM can load the adapter, and None if it cannot. vLLM
+    cannot serve an adapter that was trained on a quantised base or with rope scaling, since vLLM would load
+    another model as the base."""
     if base.quantize is not None or base.rope_scaling is not None:
         return None
     try:
@@ -129,8 +130,8 @@ def load_snippet(base: BaseSpec, folder: Path) -> str:
 
 def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
     """Return lines of Python code that load the base's config with the rope scaling that the adapter was
-    trained with. They also work for families of models whose layers differ in their rope, where only full
-    attention is scaled."""
+    trained with. The lines also work for model families whose layers have different rope parameters, where
+    only full attention is scaled."""
     return [
         f"config = AutoConfig.from_pretrained({load_arguments})",
         "rope = config.get_text_config().rope_parameters",
@@ -139,8 +140,8 @@ def _rope_scaling_lines(scaling: RopeScaling, load_arguments: str) -> list[str]:
 
 
 def _quantisation_lines(base: BaseSpec, folder: Path) -> list[str]:
-    """Return lines of Python code that load a quantised base. For nf4, bitsandbytes computes the same values.
-    For formats that transformers cannot load, comments describe the difference."""
+    """Return lines of Python code that load a quantised base. For nf4, bitsandbytes then computes the same
+    weights as in training. For formats that transformers cannot load, comments describe the difference."""
     if base.quantize is None:
         return []
     if base.quantize == "nf4":
@@ -216,6 +217,6 @@ def _is_divergence(reason: str) -> bool:
 
 
 def _lower_learning_rate(learning_rate: Any) -> str:
-    """Return a tenth of the given learning rate, as a formatted string."""
+    """Return a tenth of the given learning rate, formatted for a command."""
     known = isinstance(learning_rate, int | float) and learning_rate > 0
     return f"{learning_rate / 10:g}" if known else "1e-5"

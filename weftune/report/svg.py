@@ -22,12 +22,12 @@ POINTS = 800
 class Point:
     x: float
     y: float | None
-    """Value at the point. None is a gap in the curve."""
+    """Vertical value of the point. None is a gap in the curve."""
 
 
 def smooth_points(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Smooth a curve by exponential means over about a twentieth of its length, in both directions to avoid a
-    lag. Gaps are kept."""
+    """Return a curve that is smoothed by exponential means over about a twentieth of its length, in both
+    directions to avoid a lag. Gaps are kept."""
     keep = 1 - 1 / max(3.0, len(points) / 20)
     forward = _running_mean([point.y for point in points], keep)
     backward = _running_mean([point.y for point in reversed(points)], keep)
@@ -51,8 +51,8 @@ def _running_mean(values: Sequence[float | None], decay: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """Reduce a curve to about `limit` points: the lowest and the highest point of each part of the curve, so
-    that spikes are kept."""
+    """Return a curve reduced to about `limit` points: the lowest and the highest point of each part of the
+    curve, so that spikes are kept."""
     if len(points) <= limit:
         return tuple(points)
     stretch = -(-2 * len(points) // limit)
@@ -67,10 +67,10 @@ def thin_points(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ..
 
 
 UNITS = 1000
-"""Width and height of a plot in the coordinates of its SVG."""
+"""Width and height of every plot, in the units of its SVG's coordinates."""
 LOG_RATIO = 10
-"""Ratio of an axis's largest value to the median above which the axis is logarithmic. On a linear axis, half
-of the values would then be in the lowest tenth of the height."""
+"""Ratio of an axis's largest value to the median of its values above which the axis is logarithmic. On a
+linear axis, half of the values would then be in the lowest tenth of the height."""
 MAX_TICKS = 6
 DASHES = {"solid": "", "dash": "6 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
@@ -91,7 +91,7 @@ class LineStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The range of a quantity and the ticks along it."""
+    """An axis of a chart: the range of the shown quantity, and the ticks along it."""
 
     label: str
     min_value: float
@@ -111,7 +111,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A series of points in a chart, drawn as a line or as dots."""
+    """A series of points in a chart, which is drawn as a line or as single dots."""
 
     name: str
     points: Sequence[Point]
@@ -152,8 +152,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A chart with parallel coordinates. The x of a point is the index of an axis, and y the position on that
-    axis, from 0 to 1."""
+    """A chart with parallel coordinates. The coordinate x of a point is the index of an axis, and y is the
+    position on that axis, from 0 to 1."""
 
     axes: Sequence[Axis]
     series: Sequence[Series]
@@ -165,8 +165,8 @@ class Parallel:
 def value_axis(
     label: str, values: Iterable[float], *, starts_at_zero: bool = False, margin: float = 0.05
 ) -> Axis:
-    """Return an axis for measured values. It is logarithmic if outliers would compress all other values on a
-    linear axis."""
+    """Return an axis for measured values. The axis is logarithmic if outliers would compress all other values
+    on a linear axis."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high > LOG_RATIO * median(known):
@@ -284,7 +284,8 @@ def _legend_html(figure: Figure) -> Markup:
 
 
 def line_sample_html(line_style: LineStyle, has_dots: bool = False) -> Markup:
-    """Return a short line with this colour and dashes as HTML, for legends and tables."""
+    """Return a short line with the given colour and dashes as HTML, which identifies a curve in legends and
+    tables."""
     if has_dots:
         return Markup(
             '<svg class="pen dot" viewBox="0 0 10 10" aria-hidden="true">'
@@ -364,8 +365,8 @@ def _x_coordinate(position: float) -> str:
 
 
 def _y_coordinate(position: float) -> str:
-    """Format the vertical SVG coordinate of a position. It is 0 at the top and has two decimals, so that
-    values keep four digits."""
+    """Format the vertical SVG coordinate of a position from 0 to 1. The coordinate is 0 at the top and has
+    two decimals, so that values keep four digits."""
     return f"{UNITS * (1 - position):.2f}".rstrip("0").rstrip(".")
 
 

@@ -1,5 +1,5 @@
-"""Charts of a sweep: the trials in parallel coordinates, with the swept values and the metric at each rung,
-and a chart of the metric for each swept key."""
+"""Charts of a sweep: all trials in parallel coordinates, with the swept values and the metric at each rung (a
+step at which trials are compared), and a chart of the metric for each swept key."""
 
 from __future__ import annotations
 
@@ -36,27 +36,30 @@ from weftune.report.svg import (
 from weftune.report.words import loss_text
 
 _MAX_KEYS = 6
-"""Maximum number of swept keys that are drawn. The keys with the most values are chosen."""
+"""Maximum number of swept keys that are drawn as axes. If there are more, those with the most values are
+chosen."""
 _MAX_TICKS = 6
 _TICKS_APART = 0.15
 """Minimum distance between two ticks, as a fraction of the axis."""
 _LEAST_RATIO = 4
-"""Ratio of the largest to the smallest value below which axes are linear."""
+"""Ratio of the largest to the smallest value on an axis below which the axis is linear instead of
+logarithmic."""
 _RUNG_COLOURS = ("#b3bac6", "#7c98cf", "#3b7ddd")
 """Colours of the rungs (steps at which trials are compared), from the first rung to the last step."""
 _FURTHEST = 6
-"""Maximum distance of a metric from the best value, as a multiple of the median's distance from it. Values
-with a larger distance are outliers, which are drawn at the end of the axis."""
+"""Maximum distance of a metric's value from the best value, as a multiple of the distance between median and
+best value. Values with a larger distance are outliers, which are drawn at the end of the axis."""
 _FEWEST = 6
-"""Minimum number of values of a metric for which outliers are determined."""
+"""Minimum number of values of a metric that are needed to determine outliers. With fewer values, none is an
+outlier."""
 
 LineStyles = Mapping[str, LineStyle]
 
 
 @dataclass(frozen=True, slots=True)
 class TrialAxis:
-    """An axis of parallel coordinates, with the position of each trial, from 0 to 1, and the labels of the
-    ticks."""
+    """An axis of a chart with parallel coordinates: the position of each trial on it, from 0 to 1, and the
+    labels of the ticks."""
 
     name: str
     positions: Mapping[str, float]
@@ -79,8 +82,8 @@ def sweep_charts(
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
-    """Return the swept keys with the most values. Of keys that vary together, such as rank and alpha, only
-    the first is returned."""
+    """Return the swept keys (settings that differ between trials) that are drawn: those with the most values.
+    Of keys that vary together, such as rank and alpha, only the first is returned."""
     values = {
         key: [repr(flat_trial_values(trial).get(key)) for trial in record.trials]
         for key in swept_keys(record)
@@ -91,8 +94,8 @@ def _drawn_keys(record: SweepRecord) -> list[str]:
 
 
 def _are_redundant_keys(values: Mapping[str, Sequence[str]], first_key: str, second_key: str) -> bool:
-    """Return whether two hyper-parameters are confounded: the value of each determines the value of the
-    other, and at least two trials have the same value."""
+    """Return whether one of two swept keys shows all that the other does: the value of each determines the
+    value of the other, and at least two trials have the same value."""
     names = list(values)
     pairs = set(zip(values[first_key], values[second_key], strict=True))
     kinds = {len(pairs), len(set(values[first_key])), len(set(values[second_key]))}
@@ -166,8 +169,8 @@ def _metric_axis(record: SweepRecord, rung: int) -> TrialAxis:
 
 
 def _inlier_range(record: SweepRecord, values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of a metric from its best to its worst value without outliers, which would compress
-    the other values."""
+    """Return the range from the best to the worst value of a metric. Outliers, which would compress the other
+    values on an axis, are left out."""
     ordered = sorted(values, key=lambda value: sort_value(value, record.mode))
     best, worst, middle = ordered[0], ordered[-1], median(values)
     furthest = best + _FURTHEST * (middle - best)
@@ -181,8 +184,8 @@ def _rung_count(record: SweepRecord) -> int:
 
 
 def _trial_rung_value(trial: TrialRecord, rung: int, *, is_last: bool) -> float | None:
-    """Return a trial's metric at a rung, counted from 0, or None if it was not measured. At the last step,
-    only finished trials have a value."""
+    """Return a trial's metric at a rung (a comparison of trials), counted from 0, or None if it was not
+    measured. At the last step, only finished trials have a value."""
     if is_last:
         return trial.score if trial.state == "finished" else None
     return rung_value(trial, rung)
@@ -214,23 +217,24 @@ def _key_chart(record: SweepRecord, key: str, base_loss: float | None) -> Chart:
 
 
 def _rung_values(record: SweepRecord, rung: int) -> dict[str, float]:
-    """Map the name of each trial that was evaluated at a rung, counted from 0, to its metric there."""
+    """Map the name of each trial that was evaluated at a rung (a comparison of trials, counted from 0) to its
+    metric there."""
     last = rung == _rung_count(record) - 1
     values = {trial.name: _trial_rung_value(trial, rung, is_last=last) for trial in record.trials}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
-    """Return the range of a sweep's metric over the first `count` rungs, without the outliers of each
-    rung."""
+    """Return the range of a sweep's metric over its first `count` rungs (comparisons of trials), without the
+    outliers of each rung."""
     measured = (list(_rung_values(record, rung).values()) for rung in range(count))
     spans = [_inlier_range(record, values) for values in measured if values]
     return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
 
 
 def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: bool) -> Axis:
-    """Return an axis for a sweep's metric. It is logarithmic if the best results could not be distinguished
-    on a linear one."""
+    """Return an axis for a sweep's metric. The axis is logarithmic if the best results could not be
+    distinguished on a linear one."""
     low, high = span
     if not allows_log_scale or low <= 0 or high <= _LEAST_RATIO * low:
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -240,8 +244,8 @@ def _result_axis(label: str, span: tuple[float, float], *, allows_log_scale: boo
 
 
 def _rung_series(record: SweepRecord, key: str, rung: int, count: int, scale: Scale) -> Series | None:
-    """Return the metrics at a rung against the values of a key, as points of a chart. Metrics outside the
-    range of the axis are drawn at its end."""
+    """Return the points of a chart that shows the metrics at a rung (a comparison of trials) against the
+    values of a key. Metrics outside the range of the axis are drawn at its end."""
     is_last = rung == count - 1
     found = [
         (trial, flat_trial_values(trial).get(key), value)

@@ -60,7 +60,8 @@ class TrialView:
     name: str
     line_style: LineStyle | None
     index: int | None
-    """Index of the trial's commands at the end of the page. None if the trial has no commands there."""
+    """Index of the trial among the jobs with commands at the end of the page. None if the trial has no
+    commands there."""
     badge: str
     values: tuple[str, ...]
     score: str
@@ -81,21 +82,22 @@ class SweepView:
     """Rows of the best trials, which are visible when the page is opened."""
     other_trials: list[TrialView]
     rungs: list[tuple[str, ...]]
-    """Rows of the table of rungs: the step, how many trials began, the percentage and number of trials that
-    continue, the worst score that continues and the best one that does not."""
+    """Rows of the table of rungs (steps at which trials are compared). The columns are the step, how many
+    trials began, the percentage and number of trials that continue, the worst score that continues and the
+    best one that does not."""
     charts: tuple[Chart, ...]
     """Charts of the sweep: all trials in parallel coordinates, and the metric for each swept key. Empty if
     nothing is measured."""
     winners: list[tuple[str, str, str]]
-    """Link relative to the page, folder and score of each winner."""
+    """Link (relative to the page), folder and score of each winning trial."""
     snippet: str
     """Python code that loads the best adapter. Empty until the sweep has ended."""
     command: str
 
 
 def sweep_view(run: Run, record: SweepRecord, views: Mapping[str, JobView]) -> SweepView:
-    """Return the section of the report about a sweep. `views` maps the names of jobs to their formatted
-    rows."""
+    """Return the section of the report about a sweep. `views` maps the names of jobs to the jobs as the
+    report shows them."""
     output, keys, best = run.output.resolve(), swept_keys(record), winners(record)
     trials = [
         _trial_view(record, trial, rank, views.get(trial.name), keys)

@@ -21,7 +21,7 @@ from weftune.report.words import split_breakable
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number with its label, shown prominently at the top of a page."""
+    """A number with its label, shown in large type at the top of a page."""
 
     label: str
     value: str
@@ -78,7 +78,8 @@ def _data_block(value: object) -> str:
 
 def _security_policy(script: str) -> str:
     """Return a content security policy by which nothing may be fetched and only the page's own script runs.
-    Inline styles, which place the labels of charts, are allowed, since they cannot send data then."""
+    Inline styles, which place the labels of charts, are allowed, since they cannot send data while nothing
+    may be fetched."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "

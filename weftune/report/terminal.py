@@ -52,32 +52,34 @@ TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "dropped": "dim", "finish
 """Styles in which the terminal shows the states that only trials of a sweep have."""
 
 _REMEMBERED_SECONDS = 60.0
-"""Seconds over which speeds are averaged: long enough to span windows, short enough to follow changes."""
+"""Seconds over which training speeds are averaged: long enough to span several windows (a few global batches
+of every job each), short enough to follow changes."""
 _MIN_INTERVAL_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
-"""Maximum fraction of the time that is spent on drawing the live view, since a frame with many rows takes
-long to draw."""
+"""Maximum fraction of the run's time that is spent on drawing the live view, since a frame with many rows
+takes long to draw."""
 _MANY = 64
-"""Maximum number of jobs for which lines about single jobs are printed if there is no terminal. With more
-jobs, such lines would slow down training, so lines are printed about all jobs together."""
+"""Maximum number of jobs up to which, without a terminal, a line is printed about each job's progress. With
+more jobs, such lines would slow down training, so that each line is about all jobs together."""
 _TOGETHER_SECONDS = 10.0
 """Seconds between two printed lines about all jobs together."""
 _STOPPED = ("failed", "paused", "cancelled")
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
-"""Number of lines of the live view in addition to the rows of jobs."""
+"""Number of lines that the live view has in addition to the rows of jobs."""
 _LEADERS = 3
 _SWEEP_LINES = 3
-"""Maximum number of lines that the live view shows for each sweep."""
+"""Number of terminal lines that the live view reserves for each sweep."""
 
 
 class Pace:
-    """The speed of a job or of the run, measured over the last minute."""
+    """The training speed of a job or of the whole run, measured over the last minute."""
 
     def __init__(self) -> None:
         self._moments: deque[tuple[float, int, int]] = deque()
-        """Time in seconds, total steps and total tokens at the end of each burst of progress reports."""
+        """Time in seconds, total steps and total tokens at the end of each recent burst of progress reports
+        (the reports about one step of every job arrive together)."""
         self._burst = float("-inf")
         """Start time, in seconds, of the latest burst of progress reports."""
 
@@ -117,7 +119,7 @@ class LiveView:
         self._rows = {row.name: row for row in jobs}
         self._sweeps: dict[str, SweepRecord] = {}
         self._trials: dict[str, str] = {}
-        """Maps each trial to its state in its sweep."""
+        """Maps each trial to its state in its sweep, such as waiting or dropped."""
         self._started = clock()
         self._next_draw = self._started + _REDRAW_SECONDS
         self._next_line = self._started + _TOGETHER_SECONDS
@@ -125,8 +127,8 @@ class LiveView:
         self._overall = Pace()
         self._steps = sum(row.step for row in jobs)
         self._tokens = sum(row.trained_tokens for row in jobs)
-        """Running totals of the steps and tokens of all jobs. They are not summed anew, since there may be
-        thousands of jobs."""
+        """Running totals of the steps and tokens of all jobs. The totals are updated with each report instead
+        of summed anew, since there may be thousands of jobs."""
         self._lock = RLock()
         """Lock of the rows of jobs, which the trainer changes while rich's thread draws them."""
         self._live = (
@@ -171,7 +173,8 @@ class LiveView:
             self._draw_frame()
 
     def sweep(self, record: SweepRecord) -> None:
-        """Show the new state of a sweep: its trials' states, its rungs or its winners."""
+        """Show the new state of a sweep: the states of its trials, the steps at which they are compared, and
+        its winners."""
         with self._lock:
             before = self._sweeps.get(record.name)
             self._sweeps[record.name] = record
@@ -183,8 +186,8 @@ class LiveView:
             self._draw_frame()
 
     def _print_change(self, previous_row: JobRecord, row: JobRecord, pace: Pace) -> None:
-        """Print a line about an important change of a job. With many jobs, print totals at intervals
-        instead."""
+        """Print a line about an important change of a job if there is no terminal. With many jobs, print
+        totals at intervals instead."""
         if len(self._rows) <= _MANY and row.name not in self._trials:
             if _is_notable_change(previous_row, row):
                 self.note(_progress_line(row, pace))
@@ -230,8 +233,8 @@ class LiveView:
             return Group(*lines, *table, *more, *_reason_lines([*others, *failed]), self._overall_line(rows))
 
     def _mark_running_trials(self, record: SweepRecord) -> SweepRecord:
-        """Return the state of a sweep, where trials that were admitted after it was written are marked as
-        running."""
+        """Return the record of a sweep in which trials that were admitted after the record was written are
+        marked as running."""
         trials = tuple(
             replace(trial, state="running")
             if trial.state == "waiting"
@@ -243,8 +246,8 @@ class LiveView:
         return replace(record, trials=trials)
 
     def _use_trial_state(self, row: JobRecord) -> JobRecord:
-        """Return the row of a trial with its state in the sweep, if that is more specific than the state of
-        the job."""
+        """Return the row of a trial with the trial's state in its sweep, if this is more specific than the
+        state of the job."""
         state = trial_state_text(self._trials.get(row.name, ""))
         if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
             return replace(row, state=cast("State", state))
@@ -328,7 +331,8 @@ def _state_style(state: str) -> str:
 
 
 def _sweep_lines(record: SweepRecord) -> list[str]:
-    """Return lines about a sweep: the states of its trials, its rungs, and its leading trials."""
+    """Return lines of text about a sweep: the states of its trials, the steps at which they are compared, and
+    its leading trials."""
     seats = " · ".join(f"{count} {trial_state_text(state)}" for state, count in state_counts(record).items())
     rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
     first = leading_trials(record, _LEADERS)
@@ -394,7 +398,7 @@ class _SafeOutput:
         return getattr(self._stream, name)
 
     def _discard_output(self, error: Exception) -> None:
-        """Redirect later output to the null device, including the interpreter's own flush at exit."""
+        """Redirect all later output to the null device, including what the interpreter flushes at exit."""
         if isinstance(error, UnicodeError):
             raise error
         with suppress(OSError, ValueError):

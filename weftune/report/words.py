@@ -1,4 +1,4 @@
-"""Formatting of numbers and names, shared by the page and the terminal."""
+"""Formatting of numbers and names as text, shared by the report's page and the terminal output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accuracy_text(fraction: float) -> str:
 
 
 def points_text(old_fraction: float, new_fraction: float) -> str:
-    """Format the change of a fraction in percentage points."""
+    """Format the change from one fraction to another in percentage points."""
     return f"{100 * (new_fraction - old_fraction):+.1f} points".replace("-", "−")
 
 

@@ -1,4 +1,5 @@
-"""Announcements of finished adapters to a running vLLM, which serves them until they are deleted."""
+"""Requests to a running vLLM server to load the adapters of finished jobs, and to unload those that are
+deleted."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from weftune.service.store.records import JobRow
 log = logging.getLogger(__name__)
 
 API_KEY = "VLLM_API_KEY"
-"""Environment variable with the key that vLLM requires, if it requires one."""
+"""Name of the environment variable with the API key for vLLM. The variable is unset if vLLM requires no
+key."""
 ATTEMPTS = 10
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0
-"""Seconds between the first two attempts at a request, and the maximum between any two. Each pause is twice
-as long as the one before, so that all attempts together take four minutes."""
+"""Seconds between the first two attempts at a request, and the maximum seconds between any two. Each pause is
+twice as long as the one before, so that all attempts together take four minutes."""
 TIMEOUT_SECONDS = 60.0
 """Maximum seconds that vLLM may take to answer a request, such as to load an adapter."""
 RETRIED = (408, 429)
-"""HTTP statuses below 500 after which a request is repeated. Requests that fail with 500 or above are always
-repeated."""
+"""HTTP statuses below 500 with which vLLM may answer a request that is then sent again. Statuses of 500 and
+above always lead to another attempt."""
 LOADED, ABSENT = "has already been loaded", "cannot be found"
-"""Words in vLLM's errors for loading an adapter that is already loaded, and for unloading an adapter that is
-not loaded."""
+"""Words in vLLM's error messages: the first marks a refusal to load an adapter that is loaded already, the
+second a refusal to unload an adapter that is not loaded."""
 
 Notify = Callable[[str, str, Literal["info", "warn"], bool], None]
 
@@ -45,15 +47,15 @@ class Notice:
     verb: Literal["load", "unload"]
     job: str
     model: str
-    """Model name under which vLLM serves the adapter."""
+    """Name of the model under which vLLM serves the job's adapter."""
 
 
 class Announcer:
     """A thread that asks vLLM to load and unload adapters, one after another, so that training never waits.
 
-    `notify` is called in that thread with a job, a message for its owner, the message's level, and whether
-    vLLM has loaded the adapter. The messages contain neither vLLM's address nor paths, which are not shown to
-    owners.
+    The function `notify` is called in that thread with a job, a message for its owner, the message's level,
+    and whether vLLM has loaded the adapter. The messages contain neither vLLM's address nor paths, which are
+    not shown to owners.
     """
 
     def __init__(self, url: str, base: BaseSpec, jobs_folder: Path, notify: Notify) -> None:
@@ -62,18 +64,19 @@ class Announcer:
         """Queue of the requests to vLLM, in the order in which they are sent. The item None ends the
         thread."""
         self._deleted_jobs: set[str] = set()
-        """Jobs whose adapters are not announced any more, since they were deleted."""
+        """Jobs that have been deleted, so that their adapters are not announced to vLLM any more."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
         self._thread.start()
 
     def announce(self, row: JobRow) -> None:
-        """Announce the adapter of a job that has succeeded, unless it has been deleted."""
+        """Queue a request that vLLM loads the adapter of a job that has succeeded. Do nothing if the adapter
+        has been deleted."""
         if row.model is not None:
             self._notices.put(Notice("load", row.id, row.model))
 
     def withdraw(self, job: str, model: str) -> None:
-        """Ask vLLM to unload the adapter of a deleted job."""
+        """Queue a request that vLLM unloads the adapter of a deleted job."""
         self._deleted_jobs.add(job)
         self._notices.put(Notice("unload", job, model))
 
@@ -117,9 +120,10 @@ class Announcer:
             self._notify(notice.job, _failure_text(status), "warn", True)
 
     def _send_notice(self, notice: Notice, values: Mapping[str, str], ignored_error: str) -> int | None:
-        """Send a request until vLLM accepts or refuses it. Return the HTTP status: 200 also if the response
-        contains `ignored_error`, and 0 if vLLM cannot be reached. Return None if the request is no longer
-        needed."""
+        """Send a request repeatedly until vLLM accepts or refuses it, or all attempts have failed. Return the
+        last HTTP status. A response that contains `ignored_error` counts as status 200, and status 0 means
+        that vLLM could not be reached. Return None if the service is stopping or the adapter was deleted in
+        the meantime."""
         delay = FIRST_DELAY
         for attempt in range(1, ATTEMPTS + 1):
             status, answer = self._post_request(notice, values)
@@ -138,8 +142,8 @@ class Announcer:
         return 0
 
     def _post_request(self, notice: Notice, values: Mapping[str, str]) -> tuple[int, str]:
-        """Send a request to vLLM once. Return the HTTP status and the body of its response. The status is 0
-        if vLLM does not answer."""
+        """Send a request to vLLM once. Return the HTTP status and the body of its response. If vLLM does not
+        answer, the status is 0 and the body is the error."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"

@@ -1,4 +1,5 @@
-"""Generation of answers with the base that is also used for training: adapters are attached on demand."""
+"""Generation of answers to prompts with the base model that jobs train on. The adapter of an answer is
+attached to the base when a prompt asks for it."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from weftune.service.chat_requests import ChatError, ChatRequest
 from weftune.service.settings import adapter_folder
 
 TOKENIZERS = 16
-"""Maximum number of different tokenizers that are kept."""
+"""Maximum number of tokenizers of finished adapters that are kept in memory."""
 MAX_ATTACHED = 32
-"""Maximum number of adapters that stay attached for answers."""
+"""Maximum number of adapters that stay attached to the base model only to answer prompts."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -39,7 +40,8 @@ class ChatPrompt:
     tokens: list[int]
     tokenizer: PreTrainedTokenizerBase
     folder: Path | None
-    """Folder of the adapter. None for the base, and for a job that may be training."""
+    """Folder of the adapter that answers. None for the bare base model, and for an adapter that is already
+    attached because its job trains."""
     adapter_bytes: int = 0
 
 
@@ -47,11 +49,12 @@ class ChatPrompt:
 class ChatAnswer:
     stream: StreamedAnswer
     serial: int | None
-    """Serial number of the attachment of the adapter that answers. None for the base."""
+    """Serial number of the attachment of the answering adapter to the base model, which changes if the
+    adapter is detached and attached again. None for the bare base model."""
 
 
 class AnsweringBase:
-    """A generator of answers with the base that is used for training. All methods must be called by the
+    """A generator of answers with the base model on which jobs train. All methods must be called by the
     training thread, except `tokenise`, which one other thread calls."""
 
     def __init__(
@@ -71,11 +74,11 @@ class AnsweringBase:
         """Maps the hash of a tokenizer's files to two copies of the tokenizer, one for encoding and one for
         decoding, which run in different threads."""
         self._attached_bytes: OrderedDict[str, int] = OrderedDict()
-        """Maps each adapter that is attached only to answer prompts to its bytes, the least recently used
-        first."""
+        """Maps each adapter that is attached only to answer prompts to its bytes on the device, the least
+        recently used adapter first."""
         self._running_answers: set[ChatAnswer] = set()
         self._refusal = ""
-        """Reason why this base cannot generate text; empty if it can."""
+        """Reason why this base model cannot generate text. Empty if it can."""
         self._decoder: Decoder | None = None
         try:
             self._open_decoder()
@@ -114,7 +117,9 @@ class AnsweringBase:
         return ChatPrompt(tokens, decodes, folder, size)
 
     def _locate_adapter(self, request: ChatRequest) -> tuple[Path | None, int]:
-        """Return the folder of an adapter and its bytes on the device."""
+        """Return the folder of the adapter that a request asks for, and the adapter's bytes on the device.
+        Return (None, 0) for the bare base model and for an adapter that is attached because its job
+        trains."""
         if request.job is None or (request.step is None and request.job in self._adapted.banks.attached):
             return None, 0
         folder = adapter_folder(self._jobs, request.job, request.step)
@@ -150,7 +155,8 @@ class AnsweringBase:
     # -- the thread that trains --------------------------------------------------------------------------
 
     def submit(self, request: ChatRequest, prompt: ChatPrompt) -> ChatAnswer:
-        """Queue a prompt. Raise ChatError or UserError if it cannot be answered."""
+        """Queue a tokenised prompt for the decoder and return its answer. Raise ChatError or UserError if the
+        prompt cannot be answered."""
         name = request.job
         if prompt.folder is not None:
             name = self._attach_adapter(request, prompt)
@@ -187,19 +193,22 @@ class AnsweringBase:
         return "The job left the device during the answer; ask again, or ask its finished adapter."
 
     def run_pass(self) -> Collection[ChatAnswer]:
-        """Run one pass of the decoder, and return the answers for which it generated a token."""
+        """Run one pass of the decoder, which may generate one token for each answer in progress. Return the
+        answers that got a token."""
         continued = set(self._open_decoder().run_pass())
         return {answer for answer in self._running_answers if answer.stream.generation in continued}
 
     @property
     def unused_adapter_bytes(self) -> int:
-        """Unused part, in bytes, of the device memory that is reserved for adapters that answer prompts."""
+        """Device memory, in bytes, that is reserved for adapters that answer prompts and that no attached
+        adapter uses."""
         return self._adapter_bytes - sum(self._attached_bytes.values())
 
     # -- adapters ----------------------------------------------------------------------------------------
 
     def _attach_adapter(self, request: ChatRequest, prompt: ChatPrompt) -> str:
-        """Attach a finished adapter, unless it is attached already, and return its name."""
+        """Attach the finished adapter of a request to the base model, unless it is attached already, and
+        return the name under which it is attached."""
         assert prompt.folder is not None
         # Jobs that train are attached under their ids, which have no colon.
         name = f"chat:{request.job}:{'' if request.step is None else request.step}"
@@ -211,7 +220,8 @@ class AnsweringBase:
         return name
 
     def _free_memory(self, size: int) -> None:
-        """Detach the least recently used adapters until another one of `size` bytes fits."""
+        """Detach the least recently used adapters that answer no prompt until another adapter of `size` bytes
+        fits. Raise ChatError if this does not free enough memory."""
         used = {answer.stream.adapter for answer in self._running_answers}
         for name in [name for name in self._attached_bytes if name not in used]:
             if self._has_room(size):

@@ -62,7 +62,8 @@ class ChatClient:
         self._path = socket_path
 
     def has_server(self) -> bool:
-        """Return whether a training process listens, which it does as soon as it has loaded the base."""
+        """Return whether a training process listens for prompts, which it does as soon as it has loaded the
+        base."""
         try:
             with socket.socket(socket.AF_UNIX) as probe, socket_address(self._path) as address:
                 probe.connect(address)
@@ -106,9 +107,10 @@ class ChatClient:
 class ChatServer:
     """A server that answers prompts with the base that is used for training.
 
-    One thread owns the socket and the tokenizers. The training thread calls `take_turn` between passes and
-    when it is idle; no other thread uses the base. Invalid requests raise no errors in the training
-    thread."""
+    One thread owns the socket and the tokenizers. The training thread calls `take_turn` between passes of the
+    base and when no job trains; no other thread uses the base. Invalid requests raise no errors in the
+    training thread.
+    """
 
     def __init__(
         self,
@@ -127,12 +129,13 @@ class ChatServer:
         self._base = AnsweringBase(adapted_base, tokenizer, jobs_folder, cache_bytes, adapter_bytes)
         self._path = socket_path
         self._arrivals: queue.SimpleQueue[tuple[_Exchange, Any]] = queue.SimpleQueue()
-        """Exchanges with their tokenised prompts, or with None if the client has cancelled the exchange."""
+        """Queue of exchanges (requests from clients) for the training thread, each with its tokenised prompt,
+        or with None if the client has cancelled the exchange."""
         self._arrived = threading.Event()
         self._answers: dict[_Exchange, ChatAnswer] = {}
-        """Maps each request whose answer is being generated to this answer."""
+        """Maps each exchange (a client's request) whose answer is being generated to this answer."""
         self._last_turn = -math.inf
-        """Monotonic time of the last call of `take_turn` that generated a token."""
+        """Monotonic time, in seconds, of the last call of `take_turn` that generated a token."""
         self._loader = ThreadPoolExecutor(1, "chat tokenizers")
         self._loop = asyncio.new_event_loop()
         self._exchanges: set[_Exchange] = set()
@@ -305,7 +308,8 @@ class ChatServer:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request that arrived over a connection. Any thread may answer it."""
+    """One request of a client for an answer, and the connection over which the answer is sent. Any thread may
+    send it."""
 
     loop: asyncio.AbstractEventLoop
     writer: asyncio.StreamWriter

@@ -17,7 +17,8 @@ BOUNDS = {
     "presence_penalty": (-1e6, 1e6),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-"""Maps each sampling parameter to its minimum and maximum. `top_p` must also be above 0."""
+"""Maps each sampling parameter of a chat request to its minimum and maximum, both allowed. `top_p` must also
+be above 0."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -25,8 +26,8 @@ ErrorCode = Literal["model_not_found", "invalid_request", "unavailable"]
 
 
 class ChatError(WeftuneError):
-    """An error that ends one answer. The code says whether the model does not exist, the request is invalid,
-    or the service cannot answer now."""
+    """An error that ends one answer. The field `code` says why: the model does not exist, the request is
+    invalid, or the service cannot answer now."""
 
     def __init__(self, sentence: str, code: ErrorCode) -> None:
         self.code = code
@@ -49,7 +50,8 @@ class ChatRequest:
     job: str | None = None
     """Job whose adapter answers. None selects the bare base."""
     step: int | None = None
-    """Step of a checkpoint. None selects the finished adapter, or the latest weights of a job that trains."""
+    """Step of the checkpoint that answers. None selects the finished adapter or, for a job that trains, its
+    latest weights."""
     messages: Sequence[Mapping[str, Any]] = ()
     prompt: str | None = None
     """String that the model continues without a chat template. Used instead of `messages`."""
@@ -73,7 +75,7 @@ def request_values(request: ChatRequest) -> dict[str, Any]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raise ChatError if it is none."""
+    """Parse a line as a JSON object. Raise ChatError if the line contains anything else."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -84,7 +86,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def parse_request(values: Mapping[str, Any]) -> ChatRequest:
-    """Create a request from these values. Raise ChatError if the values are not a valid request."""
+    """Create a chat request from the keys and values of its JSON. Raise ChatError if they are not a valid
+    request."""
     if not isinstance(values.get("id"), str):
         raise ChatError("The request has no id.", "invalid_request")
     job, step = _parse_model(values.get("model"))

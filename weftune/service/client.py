@@ -28,7 +28,7 @@ ATTEMPTS = 3
 """Number of times that a request is sent if the service does not respond or is temporarily unavailable."""
 RETRIED = (408, 429, 502, 503, 504)
 MAX_WAIT_SECONDS = 30.0
-"""Maximum seconds between two attempts."""
+"""Maximum seconds between two attempts to send a request."""
 PAGE = 100
 EXTENSION_KEYS = (
     "adapter", "objective", "epochs", "steps", "priority", "learning_rate", "schedule", "warmup",
@@ -135,7 +135,8 @@ class ServiceClient:
         return str(self.request("GET", "/v1/models")["data"][0]["id"])
 
     def job(self, name: str) -> dict[str, Any]:
-        """Return the job with this id, or the newest one with this suffix."""
+        """Return the service's record of the job with the id `name` or, if there is none, of the newest job
+        with this suffix."""
         if name.startswith("ftjob-"):
             return dict(self.request("GET", f"/v1/fine_tuning/jobs/{urllib.parse.quote(name, safe='')}"))
         for job in self.list_items("/v1/fine_tuning/jobs"):
@@ -157,8 +158,8 @@ class ServiceClient:
 
 
 def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
-    """Yield the jobs to submit, each with its sweep if it has one. A sweep is submitted as one job; the
-    service creates its trials."""
+    """Yield the jobs to submit from a jobs file, each with its sweep if it has one. A sweep is submitted as
+    one job; the service creates the sweep's trials (one job for each combination of values)."""
     sweeps = {trial.name: sweep for sweep in run.sweeps for trial in sweep.trials}
     for job in run.jobs:
         if (sweep := sweeps.get(job.name)) is None:
@@ -168,7 +169,8 @@ def submitted_jobs(run: RunSpec) -> Iterator[tuple[JobSpec, Sweep | None]]:
 
 
 def job_request(job: JobSpec) -> dict[str, Any]:
-    """Return the request that describes a job, without its files and its base."""
+    """Return the body of the request that submits a job. The ids of its files and the name of its base are
+    still missing in it."""
     values = resolve_job(job)
     extension = {key: values[key] for key in EXTENSION_KEYS if values.get(key) is not None}
     extension["clip"] = 0 if job.clip is None else job.clip
@@ -192,8 +194,8 @@ def job_request(job: JobSpec) -> dict[str, Any]:
 
 
 def refuse_unsupported_jobs(run: RunSpec) -> None:
-    """Refuse jobs that a service does not support: those with local files other than rows, with mixtures of
-    datasets, or with another job to start from."""
+    """Raise an error for jobs that a service does not support: those with local files other than rows, with
+    mixtures of datasets, or with another job to start from."""
     mistakes: list[Mistake] = []
     for sweep in run.sweeps:
         if sweep.spec.search == "tpe":

@@ -10,8 +10,8 @@ CHECKPOINT = re.compile(r"ckpt-step-(\d+)")
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id such as `ftjob-3f2a…`. It is lower case, so that it can be the name of a folder on any
-    system."""
+    """Return a new id such as `ftjob-3f2a…`. The id is in lower case, so that it can be the name of a folder
+    on any system."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 

@@ -1,8 +1,8 @@
 """The inbox of the training process: jobs and commands that the HTTP process has stored.
 
-Every row is applied exactly once and in order, since the number of the last row is written in the same
-transaction as the effects of the rows. A client may cancel or pause a job before its rows are prepared, so a
-command may arrive before its job."""
+Every row of the database with such a request is applied exactly once and in order, since the number of the
+last applied row is written in the same transaction as the effects. A client may cancel or pause a job before
+its rows are prepared, so a command may arrive before its job."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 0.1
 """Minimum number of seconds between two reads of the database while jobs train."""
 IDLE_SECONDS = 1.0
-"""Seconds after which an idle loop considers its waiting jobs again, since a quota may have been renewed."""
+"""Maximum seconds that a training loop without jobs waits before it considers its waiting jobs again, since a
+tenant's quota may have been renewed."""
 
 Prepare = Callable[[Submission], PreparedJob]
 
 
 class ServiceInbox:
-    """An inbox that reads clients' requests from the store. `prepare` returns a job with its tokens, or
-    raises a UserError."""
+    """The inbox from which the training loop reads clients' requests, which the HTTP process has stored in
+    the database. The function `prepare` returns a job with its tokens, or raises a UserError."""
 
     def __init__(self, requests: RequestStore, store: ServiceJobStore, prepare: Prepare) -> None:
         self._requests, self._store, self._prepare = requests, store, prepare
@@ -43,9 +44,10 @@ class ServiceInbox:
         """Function that is called while no job trains, to answer prompts. Its argument is the number of
         seconds that it may take."""
         self.entered_jobs: set[str] = set()
-        """Jobs that were passed to the training loop. Ended jobs are removed at the next read."""
+        """Jobs that were passed to the training loop and have not ended."""
         self.cursors = {"prepared": 0, "commands": 0}
-        """Maps `prepared` and `commands` to the number of the last row that was read."""
+        """Maps `prepared` (prepared jobs) and `commands` (requests to change jobs) to the number of the last
+        database row that was read."""
         self._read_at = float("-inf")
 
     def read(self) -> Sequence[Request]:
@@ -99,7 +101,8 @@ class ServiceInbox:
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, submission: Submission) -> PreparedJob | None:
-        """Prepare a queued job for the training loop. A job that cannot be prepared fails."""
+        """Prepare a queued job for the training loop. If it cannot be prepared, mark the job as failed and
+        return None."""
         try:
             job = self._prepare(submission)
         except UserError as error:
@@ -135,8 +138,9 @@ class ServiceInbox:
         return self._enter_job(submission)
 
     def _run_command(self, command: Command, is_sweep_command: bool = False) -> list[Request]:
-        """Translate a command into requests to the loop. Commands that the loop does not handle, such as
-        deletions, are applied here. A command for a sweep applies to each of its trials."""
+        """Translate a client's command into requests to the training loop and return them. Commands that are
+        none of the loop's, such as deletions, are applied immediately. A command for a sweep applies to each
+        of its trials."""
         name, id = command.job, str(command.number)
         row = self._store.row(name)
         if row is None:
@@ -171,7 +175,8 @@ class ServiceInbox:
         return self._apply_to_unplanned_job(command, row.state)
 
     def _apply_to_unplanned_job(self, command: Command, state: State) -> list[Request]:
-        """Apply a command to a job that is not in the loop, since it is paused or not prepared yet."""
+        """Apply a client's command to a job that the training loop does not have, since the job is paused or
+        not prepared yet."""
         name = command.job
         match command.verb:
             case "cancel":
@@ -191,8 +196,8 @@ class ServiceInbox:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a job's folder. It is renamed first, so that a partly deleted folder is never mistaken for a
-    complete one."""
+    """Delete a job's folder. The folder is renamed first, so that a partly deleted folder is never mistaken
+    for a complete one."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -201,6 +206,6 @@ def delete_folder(folder: Path) -> None:
 
 
 def error_record(error: UserError) -> Mapping[str, Any]:
-    """Return the error of a job that cannot be prepared, as the API shows it."""
+    """Convert the error of a job that cannot be prepared to the form in which the API shows it."""
     code = "invalid_training_file" if isinstance(error, DataError) else "invalid_job"
     return {"code": code, "message": str(error), "param": None}

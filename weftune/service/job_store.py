@@ -1,8 +1,5 @@
-"""The training loop's records of its jobs, in the database of a service.
-
-Everything is collected in memory and written in one transaction per flush, so that the database is consistent
-after a crash. `ServiceJobStore` is the `JobStore` of the training process.
-"""
+"""The training loop's records of its jobs, in the database of a service. All changes are collected in memory
+and written in one transaction per flush, so that the database is consistent after a crash."""
 
 from __future__ import annotations
 
@@ -41,12 +38,14 @@ log = logging.getLogger(__name__)
 
 JOB_ID = re.compile(r"\bftjob-[0-9a-f]+\b")
 FLUSH_SECONDS = 1.0
-"""Minimum seconds between two flushes, unless an immediate flush is requested."""
+"""Minimum seconds between two flushes (writes of all changes to the database), unless an immediate flush is
+requested."""
 WINDOW_PASSES = 400
-"""Maximum number of passes over the base that are recorded per window. Later passes are not recorded."""
+"""Maximum number of passes over the base model that are recorded per window (a few global batches of every
+job). Later passes of the window are not recorded."""
 RESUMPTION = "POST /v1/fine_tuning/jobs/ID/resume"
 ANNOUNCED = "announced"
-"""Key in the data of events that says whether vLLM has loaded the adapter."""
+"""Key in the data of a job's events for a boolean that says whether vLLM has loaded the job's adapter."""
 METRIC_NAMES = {
     "loss": "train_loss",
     "token_accuracy": "train_mean_token_accuracy",
@@ -55,29 +54,32 @@ METRIC_NAMES = {
     BASE_LOSS: "base_valid_loss",
     "base_token_accuracy": "base_valid_mean_token_accuracy",
 }
-"""Maps keys of metrics lines to the names of OpenAI's API. Keys that are missing here keep their names."""
+"""Maps keys in a job's lines of metrics to the names that OpenAI's API has for them. A key that is missing
+here is used unchanged."""
 MEASURED = {
     "train": ("training", "train_loss"),
     "eval": ("validation", "valid_loss"),
     "base": ("validation of the base,", "base_valid_loss"),
     "rung": ("evaluation at a rung,", RUNG_LOSS),
 }
-"""Maps each kind of measured loss to its name in messages and its key in metrics."""
+"""Maps each kind of loss, such as `eval`, to a pair: its name in messages and its key in metrics."""
 
 
 class JobNotes:
-    """Data about a job that are not part of its row in the database."""
+    """Data about a job that the training process keeps in memory only, such as waiting times and the last
+    metrics."""
 
     def __init__(self, submission: Submission, current_time: float) -> None:
         self.submission = submission
         self.receipt = Receipt(job=submission.id, tenant=submission.tenant)
         self.suffix = submission.suffix or ""
         self.earlier_wait_seconds = max(0.0, current_time - submission.created_at)
-        """Total seconds that the job waited for admission before its current wait."""
+        """Total seconds for which the job waited for admission before its current wait began."""
         self.waits_since: float | None = current_time
-        """Time at which the job began to wait. None while it trains."""
+        """Time, in seconds since 1970, at which the job began to wait for admission. None while it trains."""
         self.last_admission: tuple[float, int] = (current_time, 0)
-        """Time and step of the job's last admission, since which its speed is measured."""
+        """Time, in seconds since 1970, and step of the job's last admission, from which its training speed is
+        measured."""
         self.metrics: dict[str, Any] = {}
         """Maps each metric of the job to its last value."""
 
@@ -88,10 +90,11 @@ class JobNotes:
 
 
 class ServiceJobStore:
-    """The jobs of the training process, kept in `TrainingStore`.
+    """The job store of a service's training process, which keeps its jobs in the database (`TrainingStore`).
 
     Jobs that have ended are removed from memory once they are written, and read from the database when
-    needed. `end_process` is called if another process has taken the lease, and must not return.
+    needed. `end_process` is called if another process has taken the lease (the exclusive right to write), and
+    must not return.
     """
 
     def __init__(
@@ -102,15 +105,17 @@ class ServiceJobStore:
         self.records = settings.store.absolute()
         self.rebuild_note = ""
         self.is_stopping: Callable[[], bool] = lambda: False
-        """Function that returns whether the service is being stopped: jobs are then queued, not paused."""
+        """Function that returns whether the service is being stopped. Jobs that end their training for this
+        reason are queued again, not paused."""
         self.notes: dict[str, JobNotes] = {}
-        """Maps each job that has not ended to data about it that its row in the database does not contain."""
+        """Maps each job that has not ended to data that are kept in memory only, such as waiting times."""
         self._jobs: dict[str, JobRow] = {}
         self._ended_trials: dict[str, JobRow] = {}
-        """Ended trials of unfinished sweeps. They are kept in memory because sweeps read them in every
-        window."""
+        """Maps ended trials of unfinished sweeps to their records. They are kept in memory because sweeps
+        read them between any two windows (runs of a few global batches of every job)."""
         self._kept_trials: set[str] = set()
-        """Ended trials of sweeps whose rows are still kept in memory."""
+        """Trials (jobs of a sweep) whose records stay in memory after they have ended, because their sweep
+        has not."""
         self._unrecorded_trials: set[str] = set()
         """Trials of unfinished sweeps that have no row in the database yet, so that it need not be queried
         for them."""
@@ -121,19 +126,22 @@ class ServiceJobStore:
         self._receipts: dict[str, Receipt] = {}
         self._usage: dict[tuple[str, int], int] = {}
         self.describe_device: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns values to record with every window: the device's name, its memory by purpose,
-        and the queue."""
+        """Function that returns values to record with every window (a few global batches of every job): the
+        device's name, its memory in bytes by purpose, and the inputs with which the queue was ranked."""
         self.announce: Callable[[JobRow], object] = lambda row: None
-        """Function that is called with each job that has succeeded, after its adapter has been written."""
+        """Function that announces the finished adapter of a job that has succeeded, such as to vLLM. By
+        default, it does nothing."""
         self.withdraw: Callable[[str, str], object] = lambda name, model: None
-        """Function that is called with a job and the name of its adapter when the adapter is deleted."""
+        """Function that withdraws a deleted adapter, such as from vLLM, given the job and the adapter's name.
+        By default, it does nothing."""
         self._windows: list[WindowRow] = []
         self._passes: list[dict[str, Any]] = []
-        """Records of the passes over the base since the end of the last window."""
+        """Records of the passes over the base model in the current window (the few global batches of every
+        job that are run together)."""
         self._cursors: dict[str, int] = {}
         self._recent_usage: dict[str, tuple[float, float]] = {}
-        """Maps each tenant to an exponentially decayed count of trained tokens, and the time of that
-        count."""
+        """Maps each tenant to a pair: an exponentially decayed count of trained tokens, and the time of that
+        count in seconds since 1970."""
         self._lock = threading.RLock()
         self._written = float("-inf")
 
@@ -163,7 +171,8 @@ class ServiceJobStore:
         return self._jobs.get(name) or self._ended_trials.get(name) or self._training.job(name)
 
     def keep_ended(self, trials: Collection[str]) -> None:
-        """Keep these jobs in memory after they have ended, until `forget_ended` is called."""
+        """Keep the records of these trials of a sweep in memory after the trials have ended, until
+        `forget_ended` is called."""
         others = {name for name in trials if name not in self._jobs}
         rows = self._training.jobs_by_id(others)
         self._kept_trials |= set(trials)
@@ -326,8 +335,8 @@ class ServiceJobStore:
             self._events.append(event)
 
     def metric_lines(self, jobs: Collection[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield the lines of metrics in the database, except those of steps that a resumed job will
-        repeat."""
+        """Yield the lines of metrics in the database. Lines of steps that a resumed job will repeat are left
+        out."""
         names = {ours: name for name, ours in METRIC_NAMES.items()}
         for job in jobs:
             row = self.row(job)
@@ -337,7 +346,8 @@ class ServiceJobStore:
                     yield {**line, "job": job, "step": event.step}
 
     def add_sweep_event(self, sweep: str, message: str, decision: int | None = None) -> None:
-        """Record an event of a sweep's job. An event with the number of a decision is stored only once."""
+        """Record an event of a sweep's job. An event that reports a numbered decision of the sweep is stored
+        only once."""
         log.info("%s: %s", sweep, message)
         event = EventRow(
             id=new_id("ftevent"),
@@ -354,8 +364,8 @@ class ServiceJobStore:
     def record_pass(
         self, plan: MicrobatchPlan, seconds: float, predicted_seconds: float | None, is_training: bool
     ) -> None:
-        """Add a pass to the receipts of its jobs, in proportion to their tokens, and to the passes of the
-        current window."""
+        """Add the time of a pass over the base model to the receipts (used resources) of its jobs, in
+        proportion to their tokens, and record the pass for the overview of the device."""
         tokens: dict[str, int] = {}
         for segment in plan.segments:
             tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
@@ -386,7 +396,7 @@ class ServiceJobStore:
             )
 
     def add_checkpoint(self, name: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record that the adapter of this step has been written and can answer prompts."""
+        """Record that the checkpoint of a job at this step has been written and can answer prompts."""
         if name not in self.notes:
             return
         row = CheckpointRow(
@@ -410,7 +420,8 @@ class ServiceJobStore:
         return decay_usage(tokens, current_time - at)
 
     def restore_recent_tokens(self, window: WindowRow) -> None:
-        """Restore the tenants' recent tokens, which the previous process recorded with its last window."""
+        """Restore the tenants' counts of recently trained tokens from the record that the previous training
+        process wrote last."""
         recorded = window.values.get(QUEUE, {}).get("recent_tokens", {})
         self._recent_usage = {tenant: (tokens, window.at) for tenant, tokens in recorded.items()}
 
@@ -420,16 +431,16 @@ class ServiceJobStore:
         return self._training.usage(tenant, day).get(day, 0) + pending
 
     def set_cursors(self, cursors: Mapping[str, int]) -> None:
-        """Record the number of the last applied row of each table of requests. It is written in the same
-        transaction as the effects of the requests."""
+        """Record the number of the last applied row of each table of clients' requests. The number is written
+        in the same transaction as the effects of the requests."""
         with self._lock:
             self._cursors |= cursors
 
     # -- writing -----------------------------------------------------------------------------------------
 
     def write_status(self) -> None:
-        """Write all changes in one transaction. If the database cannot be used, they are kept for the next
-        call, and OutputError is raised."""
+        """Write all changes in one transaction. If the database cannot be used, the changes are kept for the
+        next call, and OutputError is raised."""
         with self._lock:
             changes = Changes(
                 jobs=list(self._changed_rows.values()),

@@ -27,11 +27,11 @@ ID_CHARACTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """The stored record of an API key. It contains a hash of the key, not the key, which is shown only when
-    it is created."""
+    """The stored record of an API key. The record contains a hash of the key, not the key itself, which is
+    shown only when it is created."""
 
     id: str
-    """Identifier for listing and revoking the key. It reveals nothing about the key."""
+    """Identifier for listing and revoking the key. The identifier reveals nothing about the key itself."""
     tenant: str
     sha256: str
     """Hash of the key. A slow hash is not needed, since the key has 256 random bits."""

@@ -1,8 +1,6 @@
-"""The plan of a job or a sweep that has not been submitted, together with the service's current jobs.
-
-It is made by `weftune plan` in a separate process, because planning takes seconds of CPU time, in which the
-HTTP process could not answer requests.
-"""
+"""The prediction for a job or a sweep that has not been submitted, when it trains together with the service's
+current jobs. A separate process runs `weftune plan`, because planning takes seconds of CPU time, in which the
+HTTP process could not answer requests."""
 
 from __future__ import annotations
 
@@ -39,12 +37,12 @@ processes."""
 
 
 class PlanFailed(WeftuneError):
-    """An error raised if planning fails for another reason than an error in the job."""
+    """An error raised if no plan can be made for a reason other than an error in the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherJob:
-    """A job that trains or waits while the plan of a new job is made."""
+    """A job that trains or waits while the plan of a new job is computed."""
 
     name: str
     """Name of the job in the plan and in its messages."""
@@ -58,14 +56,15 @@ class OtherJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPreview:
-    """The predictions for a trial of a sweep."""
+    """The predictions for a trial, one of the jobs of a sweep."""
 
     name: str
     values: Mapping[str, Any]
     why_not: str
-    """Why the trial cannot run even alone. Empty if it can; otherwise all numbers are 0."""
+    """Reason why the trial cannot run even alone. Empty if it can; otherwise all numbers of this record are
+    0."""
     waits_for: str = ""
-    """Why the trial has to wait before it is admitted. Empty if it starts at the next window."""
+    """Reason why the trial has to wait before it is admitted. Empty if it can start at once."""
     steps: int = 0
     seconds: float = 0.0
     """Predicted seconds until the trial ends if no trial is dropped."""
@@ -74,29 +73,29 @@ class TrialPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The predictions for a new job or sweep. Numbers of a sweep are those of all its trials together, if no
-    trial is dropped."""
+    """The predictions for a new job or sweep. For a sweep, each number is for all its trials (jobs) together,
+    if no trial is dropped."""
 
     why_not: str
-    """Why the job, or a trial of the sweep, cannot run even alone. Empty if all can."""
+    """Reason why the job, or a trial of the sweep, cannot run even alone. Empty if all can."""
     waits_for: str = ""
-    """Why the job, or every trial of the sweep, has to wait before it is admitted. Empty if one starts at the
-    next window."""
+    """Reason why the job, or every trial of the sweep, has to wait before it is admitted. Empty if a job or
+    trial can start at once."""
     steps: int = 0
     seconds: float = 0.0
     """Predicted seconds until the job or the last trial ends."""
     state_bytes: int = 0
-    """Memory of the adapters, their gradients and the states of their optimizers."""
+    """Predicted bytes of the adapters, their gradients and the states of their optimizers."""
     needs_bytes: int = 0
-    """Predicted peak memory of all jobs together."""
+    """Predicted peak memory, in bytes, of all jobs together."""
     budget_bytes: int = 0
     source: str = ""
-    """Source of the predicted times."""
+    """Description of where the predicted times come from, such as measurements of this device."""
     trials: Sequence[TrialPreview] = ()
     """Trials of a sweep, in the order of the sweep."""
     rungs: Sequence[Mapping[str, int]] = ()
     """Steps at which a sweep compares its trials, each as `step` and `trials`, the number of trials that
-    reach it. The last one is the end of training."""
+    reach it. The last step is the end of training."""
     expected_share: float = 1.0
     """Fraction of all samples of its trials that a sweep is expected to train on, since successive halving
     drops trials."""
@@ -115,11 +114,11 @@ async def preview(
     """Plan a job with an effective priority, together with `others`, which precede it among jobs of equal
     priority.
 
-    `trials` maps the names of a sweep's trials in the plan to the trials, as `planned_trials` returns them;
-    it is empty for a job that is no sweep. `hold_reasons` maps names in the plan to the reason why a quota
-    would hold the job or trial back. `budget_bytes` is the host memory for training on a CPU, including
-    memory that is already in use; None if it is not known. Raise UserError for an error in the job, and
-    PlanFailed if the plan takes too long.
+    `trials` maps the names of a sweep's trials in the plan to the trials; the mapping is empty for a job that
+    is no sweep. `hold_reasons` maps names in the plan to the reason why a quota would hold the job or trial
+    back. `budget_bytes` is the host memory for training on a CPU, including memory that is already in use;
+    None if it is not known. Raise UserError for an error in the job, and PlanFailed if the plan takes too
+    long.
     """
     jobs = [_planned_job(one) for one in others] + [{**job, "name": NEW, "priority": priority}]
     base = {key: value for key, value in settings.base.record().items() if value is not None}
@@ -144,7 +143,7 @@ async def preview(
 
 
 def planned_trials(job: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Trial]:
-    """Return a mapping from names in the plan to the trials of a sweep."""
+    """Return the trials (jobs) of a sweep, each under its name in the plan."""
     if not trials:
         return {}
     spec, _ = read_sweep(job)
@@ -189,7 +188,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def _public_message(output: str) -> str:
-    """Return an error message of the planning process without paths of this machine."""
+    """Return the planning process's error output without paths of this machine, as a message for clients."""
     text = re.sub(r"/\S*/(?=[^/\s]+)", "", output.strip())
     return re.sub(r"^(Error|error): ", "", text)
 

@@ -1,8 +1,8 @@
 """Preparation of uploaded files and submitted jobs, in separate processes.
 
-Rows are parsed, checked and tokenised here, because that would keep the HTTP process busy for seconds. Tokens
-are written to the cache that training reads, so that training need not pause when it admits a job. A process
-that dies is restarted, and its work is repeated.
+Rows are parsed, checked and tokenised here, because this work would keep the HTTP process busy for seconds.
+Tokens are written to the cache that training reads, so that training need not pause when it admits a job. A
+process that dies is restarted, and its work is repeated.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Number of times that work on a file or job is tried if the process dies. After that, it is refused."""
+"""Maximum number of attempts to check a file or prepare a job if the process that does so dies. After the
+last one, the file or job is refused."""
 CHECK_PROCESSES = 2
-"""Number of processes that check uploaded files, while clients wait."""
+"""Number of processes that check uploaded files. Clients wait for these checks."""
 STORE_SECONDS = 1.0
-"""Seconds between attempts to write to a locked database."""
+"""Seconds between two attempts to write the result of a preparation to a locked database."""
 NICENESS = 5
 """Niceness of the processes that check files and prepare jobs: how much lower their priority is than that of
 the HTTP and training processes."""
@@ -54,7 +55,8 @@ class ProcessDied(WeftuneError):
 
 
 class Preparer:
-    """The processes that check files and prepare jobs. They are started on first use, or by `load_base`."""
+    """The processes that check uploaded files and prepare submitted jobs (tokenise their rows). They are
+    started on first use, or by `load_base`."""
 
     def __init__(self, settings: ServiceSettings, requests: RequestStore, job_processes: int = 1) -> None:
         self._settings, self._requests = settings, requests
@@ -62,7 +64,7 @@ class Preparer:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Prepare the jobs that were submitted, but not prepared, before the service was restarted."""
+        """Queue the jobs that were submitted before the service was restarted and have not been prepared."""
         for submission in self._requests.unprepared_submissions():
             self.prepare(submission)
 
@@ -72,12 +74,12 @@ class Preparer:
         self._jobs.call(load_base_parts, self._settings.base)
 
     def check(self, path: Path, label: str, max_rows: int) -> int:
-        """Return the number of rows of an uploaded file. Raise DataError if rows are invalid."""
+        """Check an uploaded file and return its number of rows. Raise DataError if rows are invalid."""
         return int(self._checks.call(check_file, path, label, max_rows).result())
 
     def prepare(self, submission: Submission) -> None:
-        """Queue a job for preparation. The store then records that the job is prepared, or why it is
-        refused."""
+        """Queue a job for preparation. When this is done, the store records that the job is prepared, or why
+        it is refused."""
         log.info("%s: its rows are being checked", submission.id)
         done = self._jobs.call(prepare_job, self._settings.base, submission.job)
         done.add_done_callback(lambda finished: self._record_result(submission, finished))
@@ -105,7 +107,8 @@ class Preparer:
 
 
 def job_error(error: BaseException | None) -> dict[str, Any] | None:
-    """Return an error of the preparation as the job's error in the API; None if there is no error."""
+    """Convert an error of a job's preparation to the form in which the API shows a job's error. None if there
+    is no error."""
     if error is None:
         return None
     if not isinstance(error, UserError):
@@ -125,7 +128,8 @@ def job_error(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def check_file(path: Path, label: str, max_rows: int) -> int:
-    """Run all checks on the rows that need no tokenizer, and return the number of rows."""
+    """Check the rows of an uploaded file in all ways that need no tokenizer, and return the number of
+    rows."""
     from weftune.data.build import check_all_rows, find_format
     from weftune.data.formats import detect_format, row_kind_name
     from weftune.data.spec import DataSpec
@@ -152,7 +156,7 @@ def check_file(path: Path, label: str, max_rows: int) -> int:
 
 
 def prepare_job(base: BaseSpec, job: Mapping[str, Any]) -> None:
-    """Tokenise a job's rows into the cache, and check the job against the base."""
+    """Tokenise a job's rows into the cache on disk, and check that the job fits the base model."""
     from weftune.core.files import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.jobs.spec.checks import check_on_base
@@ -193,7 +197,7 @@ class _Loaded:
 
 @cache
 def _load_base_parts(base: BaseSpec) -> _Loaded:
-    """Return the tokenizer, the encoder and the sizes of the base, without loading its weights."""
+    """Return the tokenizer, the encoder and the sizes of the base model, without loading its weights."""
     from weftune.base.load import inspect, load_tokenizer
     from weftune.data.encode import Encoder
 
@@ -205,7 +209,7 @@ def _load_base_parts(base: BaseSpec) -> _Loaded:
 
 
 class _Pool:
-    """Processes that take work from one queue, each driven by a thread."""
+    """A pool of processes that take calls from one queue. Each process is driven by a thread of its own."""
 
     def __init__(self, processes: int, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], bytes] | None] = queue.SimpleQueue()
@@ -218,7 +222,8 @@ class _Pool:
             thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call one of the functions in `WORK` in one of the processes."""
+        """Queue a call of one of the functions in `WORK`, which one of the processes executes. Return a
+        future of the result."""
         done: Future[Any] = Future()
         self._work.put((done, bytes(ForkingPickler.dumps((function.__name__, arguments)))))
         return done
@@ -266,7 +271,7 @@ class _PreparerProcess:
         return reply["value"]
 
     def _request_from_process(self, payload: bytes) -> dict[str, Any] | None:
-        """Send a request to the process and return the reply, or None if the process died."""
+        """Send a pickled call to the process and return its reply, or None if the process died."""
         if self._closed:
             return None
         if self._running is None or self._running.poll() is not None:
@@ -294,8 +299,8 @@ class _PreparerProcess:
 
 
 def serve() -> None:
-    """Serve the calls of another process, as the main function of a preparing process, until the caller
-    closes the pipe or dies."""
+    """Answer calls that another process sends over a pipe, as the main function of a preparing process, until
+    the caller closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all, and the supervisor decides
     with suppress(OSError):
         os.nice(NICENESS)

@@ -31,15 +31,16 @@ from weftune.service.settings import ServiceSettings
 log = logging.getLogger(__name__)
 
 PIDS = "pids.json"
-"""File in the store that maps the names of the processes to their ids."""
+"""Name of the file, in the service's store folder, that maps the names of the service's processes to their
+ids."""
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
-"""Seconds before the first restart of a process, and the maximum. Each delay is twice as long as the one
-before."""
+"""Seconds between the end of a process and its restart: first value, and maximum. Each delay is twice as long
+as the one before."""
 STABLE_SECONDS = 60.0
 """Seconds after which a process counts as healthy. The delay before its next restart is then `FIRST_DELAY`
 again."""
 STOP_SECONDS = 30.0
-"""Seconds after a stop request until a process that has not ended is killed."""
+"""Seconds that a process has for ending after a stop request. After that, it is killed."""
 POLL_SECONDS = 0.2
 USER_ERROR_CODE = 2
 PR_SET_PDEATHSIG = 1
@@ -62,7 +63,7 @@ MEMBERS = (TRAINING, HTTP)
 
 
 class _Running:
-    """The running process of a member or, if it has ended, the time of its restart."""
+    """A process of the service that was started or, if it has ended, the time at which it is restarted."""
 
     def __init__(self, member: Member, settings: ServiceSettings) -> None:
         self.member, self._settings = member, settings
@@ -79,7 +80,7 @@ class _Running:
         self.restart_at: float | None = None
 
     def handle_end(self) -> None:
-        """Schedule a restart of the process, which has ended."""
+        """Schedule a restart after the process has ended."""
         if time.monotonic() - self.began > STABLE_SECONDS:
             self.delay = FIRST_DELAY
         self.restart_at = time.monotonic() + self.delay
@@ -164,7 +165,7 @@ def _write_pids(settings: ServiceSettings, running: Sequence[_Running]) -> None:
 
 
 def _run_member(member: Member, settings: ServiceSettings, supervisor: int) -> None:
-    """Run a member's function in its new process, and exit with its code."""
+    """Run the function of a service's process after the process was started, and exit with its exit code."""
     # Leave the terminal's foreground: Ctrl-C reaches only the supervisor, which tells the members in order.
     os.setpgrp()
     _exit_with_supervisor(supervisor)

@@ -1,7 +1,7 @@
 """The order in which waiting jobs will be admitted, computed in the HTTP process.
 
-The training process records the inputs of its policy with every window. Here, the same policy ranks the jobs,
-including jobs that have not been submitted yet."""
+The training process records the inputs of its admission policy after every few global batches. Here, the same
+policy ranks the jobs, including jobs that have not been submitted yet."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from weftune.service.store.records import JobRow, TrainingStore, WindowRow
 from weftune.service.store.requests import RequestStore, Submission
 
 QUEUE = "queue"
-"""Key in the database record of a window for the inputs of the admission policy (`queue_values`)."""
+"""Key, in the database record of a window (a few global batches of every job), under which the inputs of the
+admission policy (`queue_values`) are stored."""
 DAY_SECONDS = 86400
 RECENT_SECONDS = 3600.0
-"""Half-life, in seconds, of the tokens that count as a tenant's recent usage."""
+"""Half-life, in seconds, with which trained tokens lose weight in a tenant's recent usage."""
 BYTES_PER_TOKEN = 4
-"""Bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
+"""Assumed bytes of an uploaded file per token, for jobs whose rows have not been tokenised."""
 
 
 def make_policy(quotas: Quotas) -> FairShare:
@@ -35,7 +36,8 @@ def decay_usage(tokens: float, seconds: float) -> float:
 
 
 def queue_values(jobs: Sequence[QueuedJob], usage: Mapping[str, TenantUsage]) -> dict[str, Any]:
-    """Return the inputs of the admission policy as JSON values, which are recorded with each window."""
+    """Return the inputs of the admission policy (each job's waiting time and size, and the tenants' recent
+    usage) as JSON values for the database."""
     return {
         "recent_tokens": {tenant: one.recent_tokens for tenant, one in usage.items()},
         "jobs": {
@@ -60,7 +62,8 @@ def rank_queue(
     """Rank the running and waiting jobs among `rows`, and `new_jobs`, as the training process would rank them
     now.
 
-    Jobs that were submitted after the last window are assumed to be as large as the largest other job.
+    Jobs whose sizes the training process has not recorded yet are assumed to be as large as the largest other
+    job.
     """
     now, windows = time.time(), training.last_windows(1)
     last = windows[0] if windows else WindowRow(at=now, values={})
@@ -109,8 +112,8 @@ def _queued_job(
 
 
 def new_job(requests: RequestStore, submission: Submission, position: int = 0) -> QueuedJob:
-    """Return a queue entry for a job that has not been submitted yet. The job follows all jobs of its tenant
-    with equal priority, and new jobs with a lower `position`."""
+    """Return an entry of the queue for a job that has not been submitted yet. Among jobs of equal priority,
+    the job comes after all other jobs of its tenant, and after new jobs with a lower `position`."""
     file = requests.file(submission.tenant, submission.training_file)
     row_bytes = 0.0 if file is None else file.bytes / max(1, file.rows)
     tokens = round(submission.job["batch_size"] * row_bytes / BYTES_PER_TOKEN)
@@ -123,7 +126,7 @@ def new_job(requests: RequestStore, submission: Submission, position: int = 0) -
 
 
 def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
-    """Return a job shape in which only the fields that policies read are set."""
+    """Return a job's shape (its sizes) in which only the fields that scheduling policies read are set."""
     return JobShape(
         name=name,
         priority=priority,
@@ -135,5 +138,5 @@ def _job_shape(name: str, priority: int, batch_tokens: int) -> JobShape:
 
 
 def ordered_names(shapes: Sequence[JobShape]) -> list[str]:
-    """Return the names of ranked jobs, beginning with the next job to be admitted."""
+    """Return the names of ranked jobs, in the order in which they will be admitted."""
     return [shape.name for shape in sorted(shapes, key=lambda one: (-one.priority, one.file_position))]

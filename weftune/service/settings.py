@@ -13,31 +13,33 @@ from weftune.errors import UserError
 
 KEYS, CLAIM = "keys.json", "service.json"
 EPOCHS = "epochs"
-"""Folder inside a job's folder that holds the adapters of its checkpoints."""
+"""Name of the folder, inside a job's folder, that holds the adapters of the job's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Expected jobs, for which the layout is chosen when the service starts and has no jobs yet."""
+    """The jobs that a service expects to train. At the start, before any job exists, the service chooses for
+    them how to divide the model and the memory."""
 
     jobs: int = 16
     """Expected number of jobs that train at the same time."""
     rank: int = 16
-    """Rank of the expected adapters, which are on all linears."""
+    """Rank of the expected adapters, which adapt all linears."""
     sample_tokens: int = 1024
-    """Number of tokens of the longest expected samples."""
+    """Number of tokens of the longest sample in the expected jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """Limits for each tenant. None means unlimited."""
+    """Limits that apply to each tenant. A limit of None means unlimited."""
 
     queued_jobs: int | None = 1000
     """Maximum number of a tenant's jobs that have not ended."""
     running_jobs: int | None = None
     """Maximum number of a tenant's jobs that train at the same time; further jobs wait."""
     tokens_per_day: int | None = None
-    """Maximum number of tokens that the tenant's jobs train on in 24 hours; after that, they wait."""
+    """Maximum number of tokens that a tenant's jobs train on per calendar day (UTC). The jobs then wait until
+    the next day."""
     stored_bytes: int | None = 16 << 30
     """Maximum total bytes of a tenant's uploaded files."""
     file_bytes: int = 512 << 20
@@ -57,7 +59,7 @@ class ServiceSettings:
     """URL of a PostgreSQL database, which may contain a password. None means two SQLite files in `store`."""
     device: str | None = None
     memory: int | None = None
-    """Maximum bytes of memory for training. None means most of the free memory."""
+    """Maximum bytes of host memory for training. None means most of the free memory."""
     gpu_memory: int | None = None
     """Maximum bytes of GPU memory for training and chat."""
     envelope: Envelope = field(default_factory=Envelope)
@@ -69,12 +71,12 @@ class ServiceSettings:
 
     @property
     def files(self) -> Path:
-        """Folder of uploaded files; a file is named by its id."""
+        """Folder of uploaded files, in which each file is named by its id."""
         return self.store / "files"
 
     @property
     def base_name(self) -> str:
-        """Name of the base in the API. It never contains a path of this machine."""
+        """Name of the base in the API. The name never contains a path of this machine."""
         return public_name(self.base)
 
     def file_path(self, id: str) -> Path:
@@ -83,8 +85,8 @@ class ServiceSettings:
 
     @property
     def jobs(self) -> Path:
-        """Folder with one folder per job, named by its id, which holds its checkpoints and finished
-        adapter."""
+        """Folder with one folder per job, which is named by the job's id and holds the job's checkpoints and
+        finished adapter."""
         return self.store / "jobs"
 
     @property
@@ -106,7 +108,8 @@ def public_name(base: BaseSpec) -> str:
 
 
 def refuse_other_base(settings: ServiceSettings) -> None:
-    """Refuse a store whose jobs were trained on another base, since their adapters do not fit this base."""
+    """Raise an error if the store's jobs were trained on another base model, since their adapters do not fit
+    this base."""
     path = settings.store / CLAIM
     try:
         claim = json.loads(path.read_bytes())
@@ -124,13 +127,13 @@ def refuse_other_base(settings: ServiceSettings) -> None:
 
 
 def _changed_fields(old_base: BaseSpec, new_base: BaseSpec) -> str:
-    """Return the names of the fields in which two bases differ, with the old base's values."""
+    """Return the names of the fields in which two base specifications differ, each with the old value."""
     before, after = old_base.record(), new_base.record()
     return ", ".join(f"{key}: {before[key]}" for key in before if before[key] != after[key])
 
 
 def claim_store(settings: ServiceSettings) -> None:
-    """Create the store's folder, and record which base it belongs to."""
+    """Create the folder of the service's store, and record the base model to which the store belongs."""
     refuse_other_base(settings)
     try:
         # Tenants' rows and adapters are there: no other user of the machine may read them.
@@ -144,6 +147,6 @@ def claim_store(settings: ServiceSettings) -> None:
 
 
 def adapter_folder(jobs: Path, job: str, step: int | None = None) -> Path:
-    """Return the folder of a finished adapter or, with a step, of the adapter of a checkpoint, in the folder
-    of all jobs."""
+    """Return the folder of a job's finished adapter or, with a step, of the adapter of a checkpoint. `jobs`
+    is the folder of all jobs."""
     return jobs / job if step is None else jobs / job / EPOCHS / f"step-{step}"

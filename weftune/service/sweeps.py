@@ -1,5 +1,5 @@
-"""Sweeps in the training process of a service: their trials are jobs of a tenant, and their decisions are
-events of the sweep's job."""
+"""Sweeps in the training process of a service. The trials of a sweep are jobs of a tenant, and the sweep's
+decisions about them are events of the sweep's own job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weftune.service.store.requests import Submission
 
 
 class ServiceSweep(RunningSweep):
-    """A sweep of a service. The adapters of its winners stay in the folders of their jobs."""
+    """A sweep of a service. The adapters of its best trials stay in the folders of the trials' jobs."""
 
     def __init__(self, submission: Submission, trials: Sequence[Submission], store: ServiceJobStore) -> None:
         spec, faults = read_sweep(submission.job)
@@ -29,7 +29,7 @@ class ServiceSweep(RunningSweep):
                 jobs[one.id] = JobSpec(**{**one.job, "name": one.id})
         self._service_store = store
         self._event_count = 0
-        """Number of the sweep's decisions for which this process has added events."""
+        """Number of the sweep's decisions for which this process has stored events."""
         self._names = {one.id: one.suffix or one.id for one in trials}
         sweep = Sweep(submission.id, spec, tuple(Trial(one.id, one.trial or {}) for one in trials))
         super().__init__(sweep, store, jobs, self._add_note)
@@ -40,7 +40,8 @@ class ServiceSweep(RunningSweep):
         self._service_store.add_sweep_event(self.sweep.name, sentence)
 
     def _add_events(self, record: SweepRecord) -> None:
-        """Add an event for each decision. The database ignores decisions that are already recorded."""
+        """Store an event for each decision of the sweep about which trials continue. The database ignores
+        events of decisions that are already stored."""
         for number, decision in enumerate(record.decisions[self._event_count :], self._event_count + 1):
             kept = ", ".join(self._names[name] for name in decision.kept)
             many = f"{len(decision.kept)} of {decision.began} trials continue"
@@ -64,7 +65,7 @@ class ServiceSweep(RunningSweep):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the record of the ended sweep is on disk."""
+        """Whether the sweep has ended and its final record is on disk."""
         return self._written is not None and has_ended(self._written)
 
 
@@ -76,7 +77,7 @@ def has_ended(record: SweepRecord) -> bool:
 
 
 def unfinished_sweeps(store: ServiceJobStore) -> list[str]:
-    """Return the ids of sweeps that have begun and not ended, according to their records."""
+    """Return the ids of sweeps whose file sweep.json exists and does not say that the sweep has ended."""
     found = []
     for path in sorted(store.output.glob(f"*/{SWEEP_FILE}")):
         record = None

@@ -1,4 +1,4 @@
-"""The training process of a service: the loop of `weftune train`, with jobs and commands from the
+"""The training process of a service: the training loop of `weftune train`, with jobs and commands from the
 database."""
 
 from __future__ import annotations
@@ -58,26 +58,31 @@ log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
 CHAT_REST_SECONDS = 60.0
-"""Seconds after an answer during which passes are kept short, since another prompt of the chat may follow."""
+"""Seconds after an answer during which forward and backward passes are kept short, since another prompt of
+the chat may follow."""
 ANNOUNCED_JOBS = 100
 """Maximum number of adapters, trained by earlier processes, that are announced to vLLM at the start. If there
 are more, only the newest are announced."""
 FINAL_SECONDS = 15.0
 """Maximum seconds to wait for a locked database at the start and at the end of the process."""
 LEASE_LOST = 75
-"""Exit code of a process whose lease was taken by another one."""
+"""Exit code of a training process after another process has taken its lease (the exclusive right to
+write)."""
 BATCH_ROWS = 16
-"""Rows per global batch of the jobs that a service expects, for which it chooses the layout."""
+"""Assumed rows per global batch of the jobs that a service expects. The layout (which layers each device
+holds) is chosen for these jobs."""
 WARM_UP_JOBS = 2
-"""Number of expected jobs whose passes are compiled and captured before the service is ready."""
+"""Number of expected jobs whose passes are compiled, and captured as CUDA graphs, before the service is
+ready."""
 MAX_CRASHES = 3
-"""Number of times that the process may die while a job trains and makes no progress, before the job fails."""
+"""Maximum number of crashes of the training process while a job is at the same step. When the number is
+reached, the job fails."""
 CRASHED = "the training process ended unexpectedly"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerMemory:
-    """Device bytes that are reserved for generated answers. Jobs are admitted to the remaining memory."""
+    """Device bytes that are reserved for generating answers. Jobs may use the remaining memory."""
 
     chat_bytes: int
     """Bytes of the KV cache for answers to clients' prompts."""
@@ -150,7 +155,8 @@ class _HeldLease:
 
 
 class TrainingService:
-    """The parts of the training process: the loop, its store and inbox, and the policy of admission."""
+    """The training process of a service: the training loop, its job store and inbox, and the policy of
+    admission."""
 
     def __init__(self, settings: ServiceSettings, training: TrainingStore, requests: RequestStore) -> None:
         self.settings, self.training, self.requests = settings, training, requests
@@ -158,10 +164,11 @@ class TrainingService:
         self.inbox = ServiceInbox(requests, self.store, self.prepare)
         self.policy = make_policy(settings.quotas)
         self._queue: dict[str, Any] = {}
-        """Inputs with which the admission policy ranked the jobs for the current window."""
+        """Inputs with which the scheduling policy last ranked the jobs, as JSON values."""
         self.loop: Loop | None = None
         self._suspects: dict[str, int] = {}
-        """Maps each job that may have crashed the process to its step at the last crash."""
+        """Maps each job that was training at more than one crash of the process to its step at the last
+        crash."""
 
     def run(self, stop: Callable[[], bool]) -> None:
         settings = self.settings
@@ -225,7 +232,8 @@ class TrainingService:
     # -- start -------------------------------------------------------------------------------------------
 
     def _resume_jobs(self) -> None:
-        """Queue the unfinished jobs of earlier processes again. Jobs that clients have paused stay paused."""
+        """Queue the unfinished jobs of earlier training processes again. Jobs that clients have paused stay
+        paused."""
         assert self.loop is not None
         self.inbox.cursors |= self.training.cursors()
         for window in self.training.last_windows(1):
@@ -253,8 +261,8 @@ class TrainingService:
         self.store.flush(FINAL_SECONDS)
 
     def _begin_sweep(self, name: str) -> None:
-        """Add a sweep to the loop, with the decisions of earlier processes, and remove sweeps that have
-        ended."""
+        """Add a sweep to the training loop, with the decisions that earlier processes have recorded, and
+        remove sweeps that have ended."""
         assert self.loop is not None
         sweeps = self.loop.sweeps
         for ended in [one for one in sweeps.sweeps if isinstance(one, ServiceSweep) and one.has_ended]:
@@ -269,8 +277,8 @@ class TrainingService:
         sweeps.add_sweep(sweep)
 
     def _announce_adapters(self, stack: ExitStack) -> None:
-        """Announce adapters that finish from now on, and adapters of earlier processes whose announcement has
-        no recorded outcome. Withdraw adapters that were deleted."""
+        """Announce adapters to vLLM: those that finish from now on, and those of earlier processes whose
+        announcement has no recorded outcome. Ask vLLM to unload adapters that were deleted."""
         settings = self.settings
         if settings.announce is None:
             return
@@ -301,7 +309,8 @@ class TrainingService:
 
     def _has_crashed_too_often(self, row: JobRow) -> bool:
         """Return whether the process has died `MAX_CRASHES` times while this job was at the same step, and
-        mark the job as failed if so. After fewer crashes, suspected jobs are trained one at a time."""
+        mark the job as failed if so. If it has died less often, but more than once, the job is a suspect, and
+        suspects are trained one at a time."""
         reasons = [one.reason for one in self.training.transitions(row.id) if one.new is State.QUEUED]
         if row.state is State.RUNNING:
             reasons.append(f"{CRASHED} at step {row.status.step}")
@@ -321,7 +330,8 @@ class TrainingService:
         return False
 
     def _recover_epochs(self, name: str) -> None:
-        """Record checkpoints that the previous process wrote, but did not record before it died."""
+        """Record a job's checkpoints that the previous process wrote to disk, but not to the database before
+        it died."""
         known = {one.step for one in self.training.checkpoints(name)}
         for folder in sorted((self.store.output / name / EPOCHS).glob("step-*")):
             step = int(folder.name.removeprefix("step-"))
@@ -353,7 +363,8 @@ class TrainingService:
         return replace(job, shape=replace(job.shape, priority=priority))
 
     def rank_jobs(self, waiting: Sequence[JobShape], attached: Sequence[JobShape]) -> Ranking:
-        """Rank the jobs by the service's policy, and hold back jobs that may crash the process."""
+        """Rank the jobs by the service's scheduling policy, and hold back jobs that may have crashed the
+        process."""
         now, notes = time.time(), self.store.notes
         jobs = [
             QueuedJob(
@@ -391,7 +402,7 @@ class TrainingService:
     def _suspects_that_wait(
         self, waiting: Sequence[JobShape], attached: Sequence[JobShape]
     ) -> dict[str, str]:
-        """Return a mapping from each suspected job that must wait to the reason. Only one suspected job
+        """Map each job that may have crashed the process, and must wait, to the reason. Only one such job
         trains at a time."""
         for name in [name for name in self._suspects if name not in self.store.notes]:
             del self._suspects[name]
@@ -441,7 +452,7 @@ class TrainingService:
 
     def _save_epoch(self, job: PreparedJob, step: int, metrics: dict[str, Any]) -> None:
         """Begin to write the adapter of a job at this step to a folder of its own, as a checkpoint that can
-        answer prompts."""
+        answer prompts. Another thread writes the files."""
         assert self.loop is not None
         executor, folder = self.loop.executor, self.store.epoch_folder(job.name, step)
         assert isinstance(executor, Executor), "a service trains in one process"
@@ -465,7 +476,8 @@ def serve_chat(chat: ChatServer, seconds: float) -> None:
 
 
 def expected_jobs(envelope: Envelope, shape: ModelShape) -> list[JobShape]:
-    """Return the shapes of the jobs that a service expects, for which it chooses the layout."""
+    """Return the shapes (sizes) of the jobs that a service expects. The layout is chosen for them when the
+    service starts."""
     tokens = min(envelope.sample_tokens, shape.context or envelope.sample_tokens)
     sizes = adapter_sizes(LoraSpec(rank=envelope.rank), shape)
     return [

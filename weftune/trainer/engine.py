@@ -1,4 +1,5 @@
-"""The engine of a run: the base, loaded in the chosen layout, and the time and memory models for planning."""
+"""The engine of a run: the executor with the base model, loaded in the chosen layout (which layers each
+worker holds), and the time model for planning."""
 
 from __future__ import annotations
 
@@ -32,20 +33,21 @@ from weftune.trainer.options import Options
 
 TRACE = "trace.json"
 Price = Callable[[Program], float | None]
-"""Function that maps the Program of a window to its predicted seconds, or to None if they cannot be
-predicted."""
+"""Function that maps the Program of a window (an executable plan for a few global batches of every job) to
+its predicted seconds, or to None if these cannot be predicted."""
 
 
 class TimelineWatcher:
-    """An observer of windows that several workers run. It records a trace of all windows and a timeline of
-    the last one."""
+    """An observer of windows (a few global batches of every job) that several workers run. It records a trace
+    of all windows, and the predicted and measured timelines of the last window."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
         self._predicted_timeline: DrawnTimeline | None = None
         self._timelines: Timelines | None = None
-        """Timelines of the last training window that began with measured speeds; None before the first."""
+        """Predicted and measured timelines of the last training window before which the workers' speeds were
+        known from measurements. None before the first such window."""
 
     def begin(self, program: Program) -> None:
         # Computed before the window runs: afterwards the paces have learnt from it.
@@ -72,20 +74,24 @@ class Engine:
     executor: Executor | Driver
     choice: LayoutChoice
     initial_cost_model: CostModel
-    """Time model before any window of this run has been measured."""
+    """Model that predicts the seconds of passes before any pass of this run has been measured."""
     timeline: TimelineWatcher | None = None
-    """Object that records the timelines of windows. None if a single worker trains."""
+    """Object that records when each worker ran its actions (the timelines). None if a single worker
+    trains."""
     final_notes: Callable[[float], Sequence[str]] = lambda seconds: ()
-    """Function that maps the total seconds of all windows to sentences for the end of the run."""
+    """Function that maps the total seconds of training to sentences that the user sees at the end of the
+    run."""
     pacing: Callable[[], Pacing | None] = lambda: None
-    """Function that returns the measured speeds of a pipeline's stages; None without a pipeline."""
+    """Function that returns the measured speeds of a pipeline's stages, by which the planner orders passes.
+    It returns None if there is no pipeline."""
     price: Callable[[JobShapes], Price | None] = lambda shapes: None
-    """Function that returns a predictor of the time of windows for the attached jobs. It returns None if the
-    learned time model predicts this time, as with a single worker."""
+    """Function that maps the attached (training) jobs to a predictor of the seconds of a window's Program
+    (the plan of a few global batches). It returns None if the learned time model predicts these seconds, as
+    with a single worker."""
     other_peak_bytes: Callable[[], Sequence[int]] = tuple
     """Function that returns the peak memory use, in bytes, of each other worker."""
     deterministic: bool = False
-    """Whether windows are planned without using measurements of the run."""
+    """Whether planning must not use measurements of the run, so that two runs give bitwise equal results."""
 
     @property
     def base(self) -> Base:
@@ -102,8 +108,9 @@ def open_engine(
     checkpoints: Callable[[str], Path],
     show_note: Callable[[str], None],
 ) -> Engine:
-    """Load the base in the layout chosen for these jobs, unless `base` is loaded already. `checkpoints` maps
-    a job to the folder of its checkpoints; `show_note` is called with sentences about the choice."""
+    """Choose a layout (which layers each worker holds) for these jobs, load the base model accordingly unless
+    `base` is loaded already, and return the engine. `checkpoints` maps a job to the folder of its
+    checkpoints; `show_note` is called with sentences about the choice."""
     # Chosen before the base is loaded: the machine counts what the process holds without it.
     choice = choose_layout(shape, jobs, describe_machine(options, base, device, shape))
     if options.mechanisms is not None:
@@ -172,8 +179,8 @@ def _add_notes(engine: Engine) -> Engine:
 
 
 def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> Price:
-    """Return a predictor of the time of windows. It uses the measured passes of the stages or, before any are
-    measured, the profile."""
+    """Return a predictor of the time of windows (a few global batches of every job each). The predictor uses
+    the measured passes of the stages or, before any are measured, the profile of this machine."""
 
     def price(program: Program) -> float | None:
         if driver.paces.has_measurements:
@@ -184,7 +191,8 @@ def _price_function(driver: Driver, choice: LayoutChoice, shapes: JobShapes) -> 
 
 
 def stream_notes(executor: Executor | Driver, choice: LayoutChoice, seconds: float) -> list[str]:
-    """Return sentences about a streamed base for the end of a run whose windows took `seconds`."""
+    """Return sentences that the user sees at the end of a run whose base was streamed from host memory or
+    files and whose training took `seconds`."""
     notes = []
     if isinstance(executor, Driver):
         reports, shards = executor.reports, executor.shards

@@ -41,13 +41,13 @@ from weftune.jobs.store.job_file import read_job_file, recorded_data
 
 Into = Literal["dequantised", "original"]
 INTO: tuple[Into, ...] = get_args(Into)
-"""Weights of a quantised base into which an adapter can be merged: the original ones, or the dequantised
-ones."""
+"""Kinds of weights into which an adapter on a quantised base can be merged: the original weights, or the
+dequantised ones."""
 
 
 def write_portable(folder: Path, target_folder: Path) -> int:
-    """Write the adapter of `folder` with its scale multiplied into the weights and one rank for all linears;
-    return that rank."""
+    """Write a copy of the adapter in `folder` that servers can load: its scale is multiplied into the
+    weights, and all linears have the same rank. Return that rank."""
     kind = read_finished_kind(folder)
     refuse_outside_links(folder)
     with new_folder(target_folder):
@@ -86,8 +86,8 @@ def write_merged(
 
 
 def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, merge_mode: Into) -> PreTrainedModel:
-    """Return the base, unquantised, with the adapter merged in; `merge_mode` matters for a quantised base
-    only."""
+    """Return the base model, unquantised, with the adapter merged in. For a quantised base, `merge_mode` says
+    whether the original or the dequantised weights are used."""
     kept = dtype or cast(Dtype, str(file_dtype(base)).removeprefix("torch."))
     original = merge_mode == "original"
     if original and base_quantisation(base, in_files_only=True):
@@ -115,7 +115,8 @@ def read_finished_kind(folder: Path) -> PlainKind:
 
 
 def refuse_outside_links(folder: Path) -> None:
-    """Refuse links that lead out of the folder, since the export would contain copies of other files."""
+    """Raise an error if the folder contains links that lead out of it, since the export would contain copies
+    of other files."""
     root = folder.resolve()
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
@@ -127,8 +128,8 @@ def refuse_outside_links(folder: Path) -> None:
 
 @contextmanager
 def new_folder(target_folder: Path) -> Iterator[None]:
-    """Create `target_folder`, which must be new or empty, and empty it if writing inside the context
-    fails."""
+    """Return a context manager that creates `target_folder`, which must be new or empty, and empties the
+    folder again if writing inside the context fails."""
     if target_folder.is_symlink():
         raise OutputError(f"{target_folder} is a link; name a folder that is new or empty.")
     refuse_full_folder(target_folder)
@@ -146,8 +147,8 @@ def new_folder(target_folder: Path) -> Iterator[None]:
 
 
 def copy_tokenizer(folder: Path, target_folder: Path) -> bool:
-    """Copy all files of `folder` except those of the adapter and job.yaml; return whether a tokenizer is
-    among them."""
+    """Copy all files of `folder` to `target_folder`, except job.yaml and the files of the adapter. Return
+    whether a tokenizer is among the copied files."""
     for path in folder.iterdir():
         if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
             shutil.copyfile(path, target_folder / path.name)

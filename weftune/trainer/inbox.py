@@ -1,6 +1,7 @@
-"""Requests to the training loop, which it reads at window boundaries: jobs enter, leave, and change priority.
+"""Requests to the training loop, which it reads between two windows (runs of a few global batches of every
+job): jobs enter, leave, and change priority.
 
-A run of `weftune train` reads them from files in its output folder (`FolderInbox`).
+A run of `weftune train` reads the requests from files in its output folder (`FolderInbox`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_NAMED_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A request to train a job. `id` identifies the request when it is answered."""
+    """A request to train a job. `id` identifies the request in the answer to it."""
 
     id: str
     job: PreparedJob
@@ -49,7 +50,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A request to save and detach a job until it is resumed."""
+    """A request to save a job and detach it, so that it does not train until it is resumed."""
 
     id: str
     job: str
@@ -74,15 +75,16 @@ Request = Enter | Cancel | Pause | Resume | SetPriority
 
 
 class JobInbox(Protocol):
-    """The source of requests to a loop. Its methods are called between windows, in the thread that trains."""
+    """The source of requests to a training loop. The thread that trains calls its methods each time that a
+    few global batches of every job (a window) have been run."""
 
     def read(self) -> Sequence[Request]:
         """Return the requests that have arrived since the last call."""
         ...
 
     def mark_applied(self) -> None:
-        """Record that all requests that were read have been applied. The loop writes their effects to disk
-        afterwards."""
+        """Record that all requests that were read have been applied. The loop writes the effects of the
+        requests to disk afterwards."""
         ...
 
     def answer(self, request: Request, answer: RequestAnswer) -> None:
@@ -111,7 +113,7 @@ def handle_requests(loop: Loop, inbox: JobInbox) -> None:
 
 
 def _apply_request(loop: Loop, request: Request) -> str:
-    """Apply a request and return a sentence about its effect; raise SpecError to refuse it."""
+    """Apply a request and return a sentence about its effect. Raise SpecError to refuse the request."""
     if isinstance(request, Enter):
         loop.add_job(request.job)
         return f"{request.job.name} is queued"
@@ -135,7 +137,7 @@ def _apply_request(loop: Loop, request: Request) -> str:
 
 
 def _check_is_active(loop: Loop, name: str) -> None:
-    """Refuse a job that the run does not have, or that has ended."""
+    """Raise SpecError if the run has no such job, or if the job has ended."""
     if name not in loop.store:
         near = nearest_word(name, loop.jobs)
         raise SpecError(f"there is no job {name} in this run" + (f"; did you mean {near}?" if near else ""))
@@ -149,7 +151,8 @@ def _check_is_active(loop: Loop, name: str) -> None:
 
 
 class FolderInbox:
-    """The inbox of a run of `weftune train`: files in its output folder, or in the folder of a share.
+    """The inbox of a run of `weftune train`: files in its output folder or, if several processes each train a
+    part of the jobs, in the folder of one process.
 
     `prepare` prepares the jobs of a jobs file for training, or raises a UserError. Once all of them are
     prepared, it calls its second argument, which records the file. `show_note` is called with sentences for
@@ -176,20 +179,20 @@ class FolderInbox:
             self._answer_request(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Return whether there are requests. This never waits, since a run of `weftune train` ends when no
-        job is left."""
+        """Return whether there are requests. The method never waits, since a run of `weftune train` ends when
+        no job is left."""
         return bool(pending_requests(self._records_folder)) and not stop()
 
     def close(self) -> None:
-        """Refuse the requests that arrived too late to be applied."""
+        """Answer all remaining requests with a refusal, since they arrived too late to be applied."""
         for path in pending_requests(self._records_folder):
             self._answer_request(
                 path, RequestAnswer(accepted=False, sentence="the run ended before it read the request")
             )
 
     def _read_requests(self, path: Path) -> Sequence[Request]:
-        """Return the requests that a file contains. If the file adds jobs, they are prepared, and their
-        request is recorded and answered at once."""
+        """Return the requests that a file contains. A request to add jobs is answered and recorded at once,
+        as soon as the jobs are prepared."""
         try:
             found = read_request(path)
         except OSError:

@@ -1,4 +1,4 @@
-"""Jobs that are ready to train: their data is tokenised and their numbers of steps are known."""
+"""Jobs that are ready to train: their data has been tokenised and their numbers of steps are known."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ class PreparedJob:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
     step_limit: int | None = None
-    """Step up to which a trial of a sweep may currently train. None means its last step."""
+    """Last step up to which a trial (a job of a sweep) may train before the next comparison of trials. None
+    means the last step of the job."""
     start_tokens: tuple[int, ...] = ()
-    """Tokens of the text that initialises the job's virtual tokens."""
+    """Tokens of the text from which the job's virtual tokens are initialised. Empty if there is no such
+    text."""
     requested_evaluations: frozenset[int] | None = None
     """Steps at which the job itself requests an evaluation, if its sweep adds evaluations at other steps.
     None means all steps with an evaluation."""
@@ -54,8 +56,8 @@ class PreparedJob:
     the evaluation of the base."""
 
     reference_data: Prepared | None = None
-    """Samples for the reference policy. They have no virtual tokens unless the job starts from an adapter.
-    None if the objective needs no reference policy."""
+    """Samples for the reference policy. The samples have no virtual tokens unless the job starts from an
+    adapter. None if the objective needs no reference policy."""
     prompts: HeldOutPrompts | None = None
     """Held-out prompts that the job answers at each evaluation. None if it generates no answers."""
 
@@ -65,36 +67,41 @@ class PreparedJob:
 
     @property
     def reference_adapter(self) -> str | None:
-        """Value of `Segment.adapter` in passes of the reference policy: the job's own adapter, still
-        untrained, if the job starts from an existing adapter; otherwise None, the base alone."""
+        """Return the adapter of passes of the reference policy (as in `Segment.adapter`). This is the job's
+        own adapter, still untrained, if the job starts from an existing adapter; otherwise None, the base
+        alone."""
         return None if self.spec.adapter.init_from is None else OWN_ADAPTER
 
     def score_window(self, step: int, indices: np.ndarray) -> JobWindow:
-        """Return a part of a window in which the reference policy scores samples of `reference_data`.
-        `indices` count the samples in the order of `reference_data.parts`."""
+        """Return the job's part of a window (a plan of a few global batches) in which the reference policy
+        scores samples of `reference_data` and nothing is trained. `indices` count the samples in the order of
+        `reference_data.parts`."""
         assert self.reference_data is not None
         return self.curriculum.score_window(step, self.reference_data, indices)
 
     def with_references(self, references: NDArray[np.float64]) -> PreparedJob:
-        """Return the job with reference log-probabilities, those of the training samples first."""
+        """Return the job with the given reference log-probabilities, those of the training samples first."""
         data, held_out = self.data.with_references(references), self.base_samples
         if held_out is not None:
             held_out = held_out.with_references(references[sum(map(len, data.train.parts)) :])
         return replace(self, data=data, base_samples=held_out)
 
     def job_window(self, step: int, rounds: int, is_first_window: bool) -> JobWindow:
-        """Return the job's part of a window that starts after `step`."""
+        """Return the job's part of a window (a plan of a few global batches of every job): its next `rounds`
+        global batches after `step`, with their evaluations and saves."""
         return self.curriculum.job_window(step, rounds, is_first_window, self.step_limit)
 
     def base_window(self, step: int) -> JobWindow:
-        """Return a part of a window that only evaluates the base without adapters on the held-out samples."""
+        """Return the job's part of a window (the plan that is run next) in which only the base without
+        adapters is evaluated, on the job's held-out samples."""
         data = replace(self.data, evaluation=self.base_samples)
         planned = replace(self.curriculum, data=data, evaluate_at=frozenset(), save_at=frozenset())
         return planned.job_window(step, 0, is_first_window=True)
 
     @property
     def metric_name(self) -> str | None:
-        """Name of the metric by which evaluations are compared. None if that is the validation loss."""
+        """Name of the metric by which the job's evaluations are compared. None if they are compared by
+        validation loss."""
         return None if self.prompts is None else self.prompts.metric_name
 
     @property
@@ -103,8 +110,8 @@ class PreparedJob:
         return self.recipe.steps if self.step_limit is None else self.step_limit
 
     def is_requested_evaluation(self, step: int) -> bool:
-        """Return whether an evaluation at this step counts for the job's best weights and its early
-        stopping."""
+        """Return whether the job itself, and not only its sweep, requests an evaluation at this step. Only
+        such evaluations count for the job's best weights and its early stopping."""
         return self.requested_evaluations is None or step in self.requested_evaluations
 
     @property
@@ -123,9 +130,11 @@ def prepare_job(
     max_steps: int | None = None,
     shared_data: SharedData | None = None,
 ) -> PreparedJob:
-    """Tokenise a job's data and compute its numbers of steps; `job_number` is its position in the jobs file.
+    """Tokenise a job's data and compute its numbers of steps; `job_number` is the job's position in the jobs
+    file.
 
-    `shared_data` holds data that several jobs use; it must have the same tokenizer and cache.
+    `shared_data` has the data that several jobs use. It must have been made with the same tokenizer and
+    cache.
     """
     shared_data = shared_data or SharedData(tokenizer, cache, shape.context)
     try:
@@ -169,7 +178,8 @@ def prepare_job(
 
 
 def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int, ...]:
-    """Return the tokens of the initial text, with the special tokens that the tokenizer adds, as in PEFT."""
+    """Return the tokens of the text that initialises the job's virtual tokens, with the special tokens that
+    the tokenizer adds, as in PEFT."""
     if not (text := spec.adapter.start_text):
         return ()
     tokens = tuple(map(int, tokenizer(text)["input_ids"]))
@@ -186,9 +196,10 @@ def collate_plan(
     *,
     without_adapter: bool = False,
 ) -> Microbatch:
-    """Return a planned microbatch as tensors: with training samples for a Forward, held-out samples for an
-    Evaluate, and either for a Score. Samples of a Score pass through the adapter of the reference policy.
-    With `without_adapter`, all samples skip the adapters."""
+    """Return a planned microbatch as tensors: with training samples for a Forward pass, held-out samples for
+    an Evaluate pass, and either kind for a Score pass (log-probabilities for a reference policy). Samples of
+    a Score pass through the adapter of the reference policy. With `without_adapter`, all samples skip the
+    adapters."""
     parts = []
     for segment in plan.segments:
         job = jobs[segment.job]
@@ -227,8 +238,8 @@ def _sample_route(
 def _sample_of_pass(
     job: PreparedJob, kind: type[ForwardPass], index: int, without_adapter: bool
 ) -> tuple[Samples, int]:
-    """Return the set of samples that a kind of pass reads, and the index in this set of the sample that the
-    plan calls `index`."""
+    """Return the set of samples that a kind of pass (such as Forward) reads, and the index in this set of the
+    sample that the plan calls `index`."""
     data = replace(job.data, evaluation=job.base_samples) if without_adapter else job.data
     if kind is not Score:
         samples = data.evaluation if kind is Evaluate else data.train

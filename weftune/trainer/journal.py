@@ -1,5 +1,5 @@
-"""The journal of a run. It writes metrics and job states to the store, table rows to the progress view, and
-metrics to trackers."""
+"""The journal of a run. It writes metrics and job states to the store, rows of a table to the progress view
+on the terminal, and metrics to experiment trackers."""
 
 from __future__ import annotations
 
@@ -92,11 +92,12 @@ class Journal:
         self._try_write(self.store.write_status_soon)
 
     def record_rung(self, event: Evaluated) -> None:
-        """Record the evaluation of a trial at a rung of its sweep."""
+        """Record the evaluation of a trial at a rung, a step at which its sweep compares the trials."""
         self._write_evaluation(event, event.job, RUNG_LOSS, "rung")
 
     def _write_evaluation(self, event: Evaluated, job: str, loss: str, prefix: str) -> None:
-        """Write an evaluation: its loss under the key `loss`, the other values under keys with `prefix`."""
+        """Write a line of metrics for an evaluation: its loss under the key `loss`, the other values under
+        keys with `prefix`."""
         self._write_metrics(
             {
                 "job": job,
@@ -124,7 +125,7 @@ class Journal:
         self._try_write(lambda: replace_json(self.store.output / job / ANSWERS, content))
 
     def record_warning(self, name: str, sentence: str) -> None:
-        """Record a warning about a job's adapter; an empty sentence withdraws it."""
+        """Record a warning about a job's adapter. An empty sentence removes an earlier warning."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)
             self._try_write(self.store.write_status_soon)
@@ -143,9 +144,9 @@ class Journal:
         cost: CostModel,
         worker_peaks: Sequence[int],
     ) -> None:
-        """Record an executed window with predicted and measured values. `cost` is the time model fitted with
-        the window's passes: it predicts how long the jobs would have taken one after another. `worker_peaks`
-        are the peak memory uses of the workers in bytes."""
+        """Record an executed window (a few global batches of every job) with predicted and measured values.
+        `cost`, the time model fitted with the window's passes, predicts how long the jobs would have taken
+        one after another. `worker_peaks` are the peak memory uses of the workers in bytes."""
         trained = [one for one in outcome.passes if one.training]
         closed = closed_batches(program)
         batches = [batch for batch in program.batches if (batch.job, batch.step) in closed]
@@ -179,7 +180,8 @@ class Journal:
         self._try_write(self.store.write_status_soon)
 
     def record_prediction(self, numbers: Mapping[str, Any]) -> None:
-        """Write the predictions for this process's first window before it runs."""
+        """Write the predictions for the first window (a few global batches of every job) of this process to
+        disk before the window runs."""
         if self._windows == 0:
             self._write_json(PREDICTION, numbers)
 
@@ -188,8 +190,8 @@ class Journal:
         self._try_write(lambda: replace_file(self.store.records / name, content))
 
     def read_fitted_models(self) -> Any:
-        """Return the fitted time and memory models that the output folder contains. None if they cannot be
-        read."""
+        """Return the fitted time and memory models that earlier runs have left in the output folder. None if
+        they cannot be read."""
         try:
             return json.loads((self.store.records / FITTED_MODELS).read_bytes())
         except (OSError, ValueError):
@@ -213,11 +215,11 @@ class Journal:
         self.view.update(self._rows[name])
 
     def forget_job(self, name: str) -> None:
-        """Delete the table row of an ended job from memory."""
+        """Remove an ended job from the journal's table of progress in memory."""
         self._rows.pop(name, None)
 
     def flush(self) -> bool:
-        """Write everything to disk; return whether that succeeded."""
+        """Write the recorded states and metrics to disk. Return whether that succeeded."""
         return self._try_write(self.store.write_status)
 
     def _write_metrics(self, line: Mapping[str, Any]) -> None:
@@ -225,8 +227,8 @@ class Journal:
         self._log(line)
 
     def _try_write(self, write: Callable[[], None]) -> bool:
-        """Attempt a write that training does not depend on, and return whether it succeeded. A failure is
-        reported once; the next write includes the content that could not be written."""
+        """Attempt a write that training does not depend on, and return whether it succeeded. A repeated
+        failure is reported only once. The next write includes the content that could not be written."""
         try:
             write()
         except OutputError as error:
@@ -238,5 +240,6 @@ class Journal:
 
 
 def _accuracy_values(key: str, value: float | None) -> dict[str, float]:
-    """Return a dict that maps `key` to the token accuracy. It is empty for jobs without supervised tokens."""
+    """Return a dict that maps `key` to the token accuracy. The dict is empty for jobs without supervised
+    tokens."""
     return {} if value is None else {key: value}

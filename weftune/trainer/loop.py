@@ -1,4 +1,5 @@
-"""The training loop: it admits jobs, plans and executes windows, and stores results until no job is left."""
+"""The training loop: it admits jobs, plans and executes windows (a few global batches of every job), and
+stores results until no job is left."""
 
 from __future__ import annotations
 
@@ -51,39 +52,41 @@ from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
 Rank = Callable[[Sequence[JobShape], Sequence[JobShape]], Ranking]
-"""Function that selects the waiting and attached jobs that may train now, and sets their priorities and their
-order of admission."""
+"""Function that decides which of the waiting and attached (training) jobs may train now, and sets their
+priorities and their order of admission."""
 
 
 @dataclass(slots=True)
 class TimedWindow:
-    """Measurements of the window that is being executed."""
+    """Measurements of the window (a few global batches of every job) that is being executed."""
 
     pass_times: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     save_times: list[StateTime] = field(default_factory=list)
     other_seconds: float = 0.0
-    """Seconds spent in the user's callback and in passes of a decoder during the window. They are excluded
-    from the window's measured time."""
+    """Seconds spent in the user's callback and in passes of a decoder during the current window (a few global
+    batches of every job). These seconds are excluded from the window's measured time."""
 
 
 def lost_checkpoint_reason(store: JobStore, name: str, survey: checkpoint.CheckpointSurvey) -> str:
-    """Return why a job that has begun cannot resume from its checkpoints, and how the user can continue
-    it."""
+    """Return why a job that has begun cannot resume from its checkpoints, and how the user can continue the
+    job."""
     what = "none of its checkpoints is whole" if survey.damaged_paths else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in survey.damaged_paths)})" if survey.damaged_paths else ""
     return f"{what}{names}; put back a copy of one, or restart it with {store.resume_line(restart=[name])}"
 
 
 def lost_references_reason(store: JobStore, name: str) -> str:
-    """Return why a job that has begun cannot resume: its reference log-probabilities cannot be recomputed."""
+    """Return the reason, for the user, why a job that has begun cannot resume: its reference
+    log-probabilities are lost and cannot be recomputed."""
     restarted = store.resume_line(restart=[name])
     what = "the log-probabilities of its reference policy, the adapter that it started from, are gone"
     return f"{what}; put back a copy of its checkpoints, or restart it with {restarted}"
 
 
 def source_stopped_reason(store: JobStore, source: str, state: State) -> str:
-    """Return why a job is paused: the job whose adapter it starts from has stopped."""
+    """Return the reason, for the user, why a job is paused: the job whose adapter it starts from has
+    stopped."""
     if state is State.PAUSED:
         return f"it starts from {source}, which is paused; resume both: {store.resume_line()}"
     happened = "has failed" if state is State.FAILED else "was cancelled"
@@ -108,14 +111,15 @@ class Loop:
             first_seconds=engine.choice.first_pass_seconds,
         )
         self.seconds = 0.0
-        """Total seconds of all windows."""
+        """Total seconds of training so far in this process."""
         if not engine.deterministic:
             with suppress(ValueError):
                 self.fitted_models.restore(journal.read_fitted_models())
         self.jobs: dict[str, PreparedJob] = {}
         self.waiting_jobs: dict[str, PreparedJob] = {}
         self.programs_run: list[Program] | None = None
-        """Executed Programs; None unless a test or a benchmark requests them by setting a list."""
+        """Executed Programs (each is the plan of a few global batches of every job). None unless a test or a
+        benchmark requests them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self.result_writer = ResultWriter(engine, tokenizer, store, journal)
         self.windows = Windows(engine, self.fitted_models, self.jobs)
@@ -131,42 +135,48 @@ class Loop:
             if engine.initial_cost_model.is_measured
             else cpu_data_sheet_cost(engine.choice.shape)
         )
-        """Time model that `weftune plan` uses: from a profile of this machine or, without a profile, from its
-        data sheet."""
+        """Time model with which `weftune plan` predicts this run: from a profile of this machine or, without
+        a profile, from its data sheet."""
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self._last_saved: dict[str, float] = {}
-        """Maps each attached job to the time at which it was admitted or its last checkpoint was begun."""
+        """Maps each attached job to the monotonic time, in seconds, at which the job was admitted or its last
+        checkpoint was begun."""
         self.sweeps = Sweeps()
-        """The sweeps whose trials are jobs of this run."""
+        """Sweeps of this run. Their trials are jobs of the run."""
         self.add_proposed_job: Callable[[JobSpec], Any] | None = None
         """Function that adds a job proposed by a sweep during the run. None if all trials are known."""
         self.inbox: JobInbox | None = None
-        """Source of requests, which are read at window boundaries."""
+        """Source of requests, such as to pause a job, which are read after every few global batches. None if
+        the run takes no requests."""
         self.rank_jobs: Rank = lambda waiting, attached: Ranking(tuple(waiting), tuple(attached))
-        """Policy by which jobs are admitted: by default, the priority and the order of each job."""
+        """Policy that ranks the jobs for admission. By default, jobs are admitted by their own priority and
+        their order in the file."""
         self.watch_pass: Callable[[Passed], None] | None = None
-        """Function that is called after every pass."""
+        """Function that is called after every forward and backward pass with the pass's time. None if nobody
+        watches passes."""
         self.paused_jobs: set[str] = set()
         """Jobs that were paused on request and have not been resumed."""
         self._stop: Callable[[], bool] = lambda: False
-        """Function that returns whether the run is to end."""
+        """Function that returns whether the run has been asked to end."""
         self._callback: Callback | None = None
         self._evaluated_trials: frozenset[str] = frozenset()
-        """Trials that make no step in this window: only the mean of their last weights is evaluated."""
+        """Trials (jobs of a sweep) that make no step in the current window (a few global batches of every
+        job): only the mean of their last weights is evaluated."""
         self._max_jobs: float = math.inf
-        """Maximum number of attached jobs. It is set after a shortage of memory, until one of these jobs has
-        ended."""
+        """Maximum number of attached jobs. It is lowered after a shortage of memory, and unlimited again when
+        one of these jobs has ended."""
         self._max_jobs_reason = ""
         self._overtake_counts: Mapping[str, int] = {}
-        """Maps each waiting job to the number of later jobs that were admitted before it."""
+        """Maps each waiting job to the number of jobs behind it in the queue that were admitted before it."""
         self._preempted_by: dict[str, str] = {}
         """Maps each preempted job that still waits to the job that replaced it."""
 
     # -- admission ---------------------------------------------------------------------------------------
 
     def add_job(self, job: PreparedJob) -> None:
-        """Queue a job, which will be attached before the next window that has enough memory for the job."""
+        """Queue a job, which will be attached (loaded for training) as soon as there is enough memory for
+        it."""
         checkpoints = self.result_writer.checkpoints(job.name)
         if job.shape.source_job and checkpoint.newest_progress(checkpoints) is not None:
             # It has begun and no longer needs the adapter of another job.
@@ -185,7 +195,8 @@ class Loop:
         self.journal.show_job(job.name, state=State.QUEUED, step=step, steps=steps, trained_tokens=tokens)
 
     def cancel(self, name: str) -> None:
-        """Cancel a job: immediately if it is waiting, and before its next microbatch if it is attached."""
+        """Cancel a job. A waiting job is cancelled immediately, and an attached (training) one before its
+        next microbatch."""
         is_paused = self.store.job(name).state is State.PAUSED
         if name in self.waiting_jobs or is_paused or self.sweeps.is_resting(name):
             self.paused_jobs.discard(name)
@@ -195,13 +206,14 @@ class Loop:
             self._set_ending(name, Ending(State.CANCELLED))
 
     def fail(self, name: str, reason: str) -> None:
-        """Mark an attached job as failed, for a reason that the caller knows, before its next microbatch."""
+        """Mark an attached (training) job as failed for the given reason. The job stops before its next
+        microbatch."""
         if name in self.executor.attached and name not in self._endings:
             self._set_ending(name, Ending(State.FAILED, reason))
 
     def pause(self, name: str, with_sweep: bool = False) -> None:
-        """Save and detach a job, which takes no part in the run until `resume`. Called between windows. A
-        trial is paused only together with its whole sweep."""
+        """Save and detach a job, which does not train until `resume` is called. This is allowed between two
+        runs of a Program only. A trial is paused only together with its whole sweep."""
         if self.sweeps.is_trial(name) and not with_sweep:
             raise SpecError(f"{name} is a trial of a sweep, which decides when its trials train")
         if self.store.job(name).state is State.PAUSED:
@@ -220,7 +232,7 @@ class Loop:
         return f"{ON_REQUEST} at step {self.store.job(name).step}; resume with {self.store.resume_line()}"
 
     def resume(self, name: str) -> None:
-        """Queue a paused job again. Called between windows."""
+        """Queue a paused job again. This is allowed between two runs of a Program only."""
         if self.store.job(name).state is not State.PAUSED:
             raise SpecError(f"{name} is not paused: it is {self.store.job(name).state}")
         self.paused_jobs.discard(name)
@@ -235,18 +247,20 @@ class Loop:
             self.waiting_jobs[name] = self.jobs[name]
 
     def finish_requests(self) -> None:
-        """Detach the jobs that requests have ended, and write the effect of all requests to disk."""
+        """Detach the jobs that requests have ended, and write the effects of all requests to disk."""
         self._detach_ended()
         self.journal.flush()
 
     def _remove_from_queue(self, name: str, state: State, reason: str = "") -> None:
-        """Record the new state of a job that waits in the queue or at a rung of its sweep."""
+        """Record the new state of a job that waits in the queue, or for a comparison with other trials of its
+        sweep, and remove it from there."""
         self.waiting_jobs.pop(name, None)
         self.sweeps.remove_resting_trial(name)
         self.journal.set_state(name, state, reason)
 
     def _admit_jobs(self) -> None:
-        """Admit and preempt jobs at a window boundary."""
+        """Admit waiting jobs and preempt attached ones, by priority and memory, between two windows (runs of
+        a few global batches of every job)."""
         self._check_source_jobs()
         attached = self._job_shapes(self.executor.attached)
         waiting = [job.shape for job in self.waiting_jobs.values()]
@@ -302,7 +316,8 @@ class Loop:
             self.journal.flush()
 
     def _check_source_jobs(self) -> None:
-        """Queue jobs whose source job has succeeded, and pause those whose source can no longer succeed."""
+        """Queue jobs that start from another job's adapter once that job has succeeded, and pause them if it
+        can no longer succeed."""
         for name, job in list(self.waiting_jobs.items()):
             if not (source := job.shape.source_job):
                 continue
@@ -325,8 +340,8 @@ class Loop:
         return self._max_jobs_reason if len(jobs) > self._max_jobs else self.fitted_models.misfit_reason(jobs)
 
     def _attach_job(self, job: PreparedJob, pending_write: Future[None] | None) -> None:
-        """Attach a job to the executor. `pending_write` is the unfinished write of its job file, if there is
-        one."""
+        """Attach a job to the executor, which then trains it. `pending_write` is the unfinished write of its
+        job file, if there is one."""
         spec = job.spec
         found = checkpoint.survey(self.result_writer.checkpoints(spec.name))
         has_begun = found.progress is not None
@@ -397,7 +412,8 @@ class Loop:
 
     @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
-        """Train until every job has ended, or until `stop` returns True; then save and pause the rest."""
+        """Train until every job has ended, or until `stop` returns True. In the latter case, save and pause
+        the jobs that have not ended."""
         self._stop, self._callback = stop, callback
         try:
             self._run(stop, callback)
@@ -468,7 +484,7 @@ class Loop:
         return self.inbox.wait(stop)
 
     def _release_ended(self) -> None:
-        """Release the data of ended jobs, which keep files open."""
+        """Release the data of ended jobs, which keep files open as long as they are referenced."""
         for name in [name for name in self.jobs if self.store.job(name).state.has_ended]:
             del self.jobs[name]
             self.journal.forget_job(name)
@@ -515,15 +531,15 @@ class Loop:
         return True
 
     def take_turn(self, action: Callable[[], object]) -> None:
-        """Call `action`, which runs a decoder between two passes of training. Its seconds are excluded from
-        the window's measured time."""
+        """Call `action`, which runs a decoder between two passes of training. The seconds of the call are
+        excluded from the measured time of training."""
         began = time.monotonic()
         action()
         self._timed.other_seconds += time.monotonic() - began
 
     def _needs_first_evaluation(self, name: str) -> bool:
-        """Return whether the job must be evaluated before its next step, as at its start or after an
-        interruption."""
+        """Return whether the job must be evaluated before its next step: at its start, or if a planned
+        evaluation of its current step was interrupted."""
         job, progress = self.jobs[name], self.executor.attached[name].progress
         if name in self.executor.unfinished.steps:
             return False
@@ -547,7 +563,8 @@ class Loop:
         self._evaluated_trials = frozenset()
 
     def _recently_saved(self) -> frozenset[str]:
-        """Return the jobs without `save_every` whose last checkpoint is too recent to write another."""
+        """Return the jobs that choose their own checkpoint interval (they have no `save_every`) and wrote a
+        checkpoint so recently that another one would be too early."""
         now = time.monotonic()
         return frozenset(
             name
@@ -556,15 +573,15 @@ class Loop:
         )
 
     def _peak_bytes(self) -> list[int]:
-        """Return the peak memory use of each worker in bytes."""
+        """Return the peak memory use of each worker process in bytes."""
         return [peak_bytes(self.base.device), *self.engine.other_peak_bytes()]
 
     def _job_shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
 
     def _drain(self) -> None:
-        """Finish the batches that the last window left unfinished, since jobs can only join and leave a
-        drained pipeline."""
+        """Finish the global batches that the last window left unfinished in the pipeline, since jobs can join
+        and leave only when no microbatch is in flight."""
         if self.executor.unfinished.batches:
             self._execute_program(self.windows.drain_window(), self._stop, self._callback)
 
@@ -615,8 +632,8 @@ class Loop:
             self.journal.flush()
 
     def _reduce_memory(self, capacity: int) -> None:
-        """Reduce memory use after a shortage: halve the capacity or, if that is not possible, preempt a job,
-        or fail the only job."""
+        """Reduce memory use after a shortage: halve the capacity (maximum tokens per microbatch) or, if that
+        is not possible, preempt a job, or fail the only job."""
         release_cached_memory(self.base.device)
         shapes = self._job_shapes(name for name in self.executor.attached if name not in self._endings)
         if not shapes:
@@ -650,7 +667,8 @@ class Loop:
         self._requeue_jobs({last: self._max_jobs_reason})
 
     def _changed_results_warning(self) -> str:
-        """Return the warning that a shortage changes a deterministic run's results; empty for other runs."""
+        """Return the warning that a shortage of memory changes the results of a deterministic run. Return an
+        empty string for other runs."""
         if not self.engine.deterministic:
             return ""
         return " Deterministic: the bits differ from here on from those of a run without this shortage."
@@ -716,8 +734,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save_checkpoint(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint once the job's previous one is complete. So, however slow the disk is, a killed
-        run loses at most the steps of one interval `save_every`."""
+        """Begin to write a checkpoint, after waiting until the job's previous checkpoint is complete. However
+        slow the disk is, a killed run thus loses at most the steps of one interval `save_every`."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._handle_writes()
@@ -731,7 +749,8 @@ class Loop:
         self._timed.save_times.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     def _handle_writes(self) -> None:
-        """Handle the writes that have completed or failed since the last call."""
+        """Process the outcomes of checkpoints and other files whose background writes have completed or
+        failed since the last call."""
         for one in self.executor.take_unsaved():
             self._pause_unsaved(one)
         self.result_writer.record_finished_writes()
@@ -741,8 +760,8 @@ class Loop:
         self._handle_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
-        """Pause a job whose checkpoint could not be written, so that no more training can be lost. A job that
-        has made its last step is not paused, since only its adapter must still be written."""
+        """Pause a job whose checkpoint could not be written, so that no further steps can be lost. A job that
+        has made its last step is not paused, since only the adapter must still be written."""
         name, training = unsaved.job, self.executor.attached.get(unsaved.job)
         if training is None or name in self._endings:
             return
@@ -754,7 +773,8 @@ class Loop:
     # -- endings -----------------------------------------------------------------------------------------
 
     def _set_ending(self, name: str, ending: Ending) -> None:
-        """Set how a job ends, during a window; the job is detached at the window's end."""
+        """Record in which state and for which reason a job ends. The job is detached when the current window
+        (a few global batches of every job) has been run."""
         self._endings[name] = ending
         self.executor.kill(name)
 
@@ -783,12 +803,14 @@ class Loop:
         self._endings.clear()
 
     def _is_unfinished(self, names: Iterable[str]) -> bool:
-        """Return whether the last window left a batch of one of these jobs unfinished."""
+        """Return whether the last window left a global batch of one of these jobs unfinished in the
+        pipeline."""
         return not self.executor.unfinished.steps.keys().isdisjoint(names)
 
     def _end_complete_jobs(self) -> None:
         """Mark jobs that have made their last step and have been evaluated as succeeded, unless another
-        ending has been set. They are detached at the window's end."""
+        ending has been recorded. The jobs are detached when the current window (a few global batches of every
+        job) has been run."""
         for name, training in list(self.executor.attached.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._needs_first_evaluation(
                 name
@@ -797,7 +819,8 @@ class Loop:
 
     def _requeue_jobs(self, reasons: Mapping[str, str], are_resting_trials: bool = False) -> None:
         """Save and detach jobs, and queue them again. `reasons` maps each job to the reason that the user
-        sees; with `are_resting_trials`, the jobs are trials that wait at a rung."""
+        sees; with `are_resting_trials`, the jobs are trials that wait for a comparison with other trials of
+        their sweep."""
         if not reasons:
             return
         for training in self._save_and_detach(list(reasons)):
@@ -810,7 +833,8 @@ class Loop:
         self.journal.flush()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
-        """Save and detach jobs; return the saved ones. A job that cannot be saved is paused instead."""
+        """Save and detach the given jobs, and return those that were saved. A job that cannot be saved is
+        paused instead."""
         self._drain()
         for name in names:
             self._save_checkpoint(name, self.executor.save_now)
@@ -837,8 +861,9 @@ class Loop:
     # -- sweeps ------------------------------------------------------------------------------------------
 
     def _apply_sweep_decisions(self) -> bool:
-        """Apply the decisions of sweeps between windows: trials at a rung continue, are detached to wait for
-        other trials, or leave. Return whether a new job waits for admission."""
+        """Apply the decisions of sweeps, between two runs of a Program: trials that are compared at their
+        current step continue, are detached to wait for other trials, or leave. Return whether a new job waits
+        for admission."""
         if not self.sweeps.sweeps:
             return False
         attached = {name: training.progress.step for name, training in self.executor.attached.items()}

@@ -26,8 +26,8 @@ from weftune.run.workers.groups import WorkerPosition, has_separate_gpus
 from weftune.trainer.options import Options, host_budget
 
 UNKNOWN_FLOPS, UNKNOWN_MEMORY, FILE_BANDWIDTH = 1e14, 1e12, 2e9
-"""Speeds that are assumed if nothing may be measured: operations per second and memory bytes per second of a
-GPU without a data sheet, and bytes per second of a disk."""
+"""Speeds that are assumed if nothing may be measured: operations per second of a GPU without a data sheet,
+bytes per second of its memory, and bytes per second of a disk."""
 MIN_FREE_FRACTION = 0.9
 """Minimum fraction of the planned memory that must be free. Otherwise a deterministic run prints a
 warning."""
@@ -36,8 +36,9 @@ warning."""
 def describe_machine(
     options: Options, base: BaseSpec | Base, device: torch.device, shape: ModelShape
 ) -> Machine:
-    """Describe this process's device, or the identical devices of all workers. For a deterministic run,
-    nothing measured now is used: neither times nor free memory."""
+    """Return a description of this process's device, or of the identical devices of all workers, for the
+    planner. For a deterministic run, nothing that is measured now enters the description: neither times nor
+    free memory."""
     is_loaded = isinstance(base, Base) and options.staff is None
     if is_loaded and options.gpu_memory is not None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
@@ -76,8 +77,8 @@ def describe_machine(
 def launcher_machine(
     options: Options, device: torch.device, shape: ModelShape, processes: int = 1
 ) -> Machine:
-    """Describe this machine for a process that starts `processes` worker processes, which share the CPU or
-    use one GPU each."""
+    """Return a description of this machine for a process that starts `processes` worker processes, which
+    share the CPU or use one GPU each."""
     on_gpu = device.type == "cuda"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() * on_gpu)]
     if options.deterministic:
@@ -154,8 +155,8 @@ def file_stream_device(
     host_error: HostTooSmall,
     measure_speed: bool = True,
 ) -> StreamDevice:
-    """Return the device for a base that is streamed from its files. If that is impossible, raise HostTooSmall
-    with the reasons of `host_error` and the further reason."""
+    """Return the description of the device for a base that is streamed from its weight files. If that is
+    impossible, raise HostTooSmall with the reasons of `host_error` and the further reason."""
     try:
         files = list(weights_in_files(spec, device))
     except BaseModelError as error:

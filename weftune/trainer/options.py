@@ -1,7 +1,5 @@
-"""The options of a run, from the command line or from Python, and the machine that the run is planned for.
-
-This module does not import torch, so that `weftune plan` can use it too.
-"""
+"""The options of a run, from the command line or from Python, and the machine for which the run is planned.
+This module does not import torch, so that `weftune plan` can use it too."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ ALL = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a run. No option changes the results of a job."""
+    """Options of a run, which decide where and how the jobs are trained. No option changes the results of a
+    job."""
 
     device: str | None = None
     resume: bool = False
@@ -37,45 +36,49 @@ class Options:
     retry: tuple[str, ...] = ()
     """Names of jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Maps each dotted key to its new value for the jobs of `retry`; `jobs.spec.retry.CHANGEABLE` lists the
-    allowed keys."""
+    """Maps each dotted key to its new value for the jobs named in `retry`; `jobs.spec.retry.CHANGEABLE` lists
+    the allowed keys."""
     memory: int | None = None
     """Maximum memory of the run in bytes. None means most of the free memory."""
     gpu_memory: int | None = None
     """Maximum GPU memory of the run in bytes; a larger base is streamed from host memory."""
     capacity: int | None = None
-    """Maximum number of tokens per microbatch. None derives it from device and memory."""
+    """Maximum number of tokens per microbatch. If it is None, the planner chooses it by device and memory."""
     decoder_bytes: int = 0
-    """Size in bytes of the device memory reserved for sequences that are generated while jobs train: for keys
-    and values, and for adapters that do not train. Jobs with `eval.generate` reserve what they need by
-    themselves."""
+    """Size in bytes of the device memory reserved for sequences that are generated while jobs train: for the
+    KV cache, and for adapters that only answer. Jobs with `eval.generate` reserve the memory for their own
+    answers in addition."""
     profile: Path | None = None
     """File written by `weftune doctor --profile`. None uses the profile in the cache, if there is one."""
     staff: WorkerControl | None = None
-    """Object that sends commands to the other workers, if several workers hold the base together and this
-    process is the first. None otherwise."""
+    """Object that sends commands to the other workers, if several workers hold the base model together and
+    this process is the first of them. None otherwise."""
     deterministic: bool = False
     """Whether two runs of the same jobs on the same device give bitwise equal results."""
     share: int | None = None
-    """Index of this process's share of the jobs. None if the jobs are not divided into shares."""
+    """Index of the share (a part of the jobs with its own workers) that this process trains. None if the jobs
+    are not divided."""
     shares: int = 1
-    """Number of shares of the jobs. Each share has separate processes, and all of them divide the host's
-    memory."""
+    """Number of shares (parts of the jobs) into which the jobs are divided. Each share has its own processes,
+    and all shares divide the host's memory."""
     command: str = PYTHON_COMMAND
-    """Shell command that resumes the run, for messages. Empty if the jobs are in no file."""
+    """Shell command that resumes the run, which messages for the user contain. Empty if the jobs are in no
+    file."""
     pipeline: int | None = None
-    """Number of stages, each in a process that `weftune train` starts; `AUTO` lets the planner choose."""
+    """Number of pipeline stages (consecutive layers), each in a process that `weftune train` starts. `AUTO`
+    lets the planner choose."""
     replicas: int = 1
     """Number of copies of the base, or of its stages, among which every batch is divided."""
     shards: int = 1
     """Number of processes among which every layer is divided. `AUTO` lets the planner choose."""
     gpus: int | None = None
-    """Number of shares of the jobs, each trained on one device that holds the base, or on as many devices as
-    its stages, replicas and shards need. `ALL` means as many shares as the devices suffice for."""
+    """Number of parts into which the jobs are divided. Each part is trained on one device that holds the
+    base, or on as many devices as its stages, replicas and shards need. `ALL` means as many parts as the
+    devices suffice for."""
 
     mechanisms: Mechanisms | None = None
-    """Optimisations that the planner may use. Some are disabled to measure their benefit (`weftune plan
-    --ablate`); None enables all."""
+    """Switches of the optimisations that the planner may use. Some are disabled to measure their benefit
+    (`weftune plan --ablate`); None enables all."""
 
     def __post_init__(self) -> None:
         """Raise an error if two options cannot be combined."""
@@ -100,7 +103,7 @@ class Options:
 
     @property
     def workers_per_share(self) -> int:
-        """Number of processes that train one share of the jobs: stages times replicas times shards."""
+        """Number of processes that train one share (part) of the jobs: stages times replicas times shards."""
         return (self.pipeline or 1) * self.replicas * (self.shards or 1)
 
     def machine(
@@ -119,7 +122,7 @@ class Options:
         worker_profile: Profile | None = None,
         gpu: Callable[[int, int, int], StreamDevice],
     ) -> Machine:
-        """Return the machine that the planner assumes, with `workers` workers per replica, of which
+        """Return the machine that the planner assumes, with `workers` worker processes per replica, of which
         `workers_per_device` share a device.
 
         `device_bytes` is the memory of a device that a run without a limit may use.

@@ -1,4 +1,4 @@
-"""The process that plans the windows of a pipeline.
+"""The process that plans the windows (a few global batches of every job each) of a pipeline.
 
 Planning is pure Python and takes tenths of a second. In a thread it would hold the interpreter's lock most of
 that time, and the training thread, which needs the lock for every operation that it starts, would wait.
@@ -19,15 +19,15 @@ from weftune.plan.window.window import plan_window
 
 
 class PlannerProcess:
-    """A process that runs `plan_window`. It is started at the first call, and used by one thread at a
-    time."""
+    """A handle of a separate process that runs `plan_window`. The process is started at the first call. Only
+    one thread at a time may use this object."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def plan_window(self, *arguments: Any) -> Program:
-        """Return the window that `plan_window` returns for these arguments. It is planned in the calling
-        thread if the process cannot give an answer, for example because it was killed."""
+        """Return the Program (executable plan) that the function `plan_window` returns for these arguments.
+        If the process cannot answer, for example because it was killed, the calling thread plans instead."""
         answer = self._request(pickle.dumps(arguments))
         if not answer:
             return plan_window(*arguments)
@@ -41,7 +41,7 @@ class PlannerProcess:
             process.wait()
 
     def _request(self, payload: bytes) -> bytes | None:
-        """Return the answer of the process, or None if it cannot be started or has died."""
+        """Return the reply of the planning process, or None if the process cannot be started or has died."""
         try:
             if self._process is None or self._process.poll() is not None:
                 self._process = start_server(__name__, SINGLE_THREADED)
@@ -55,7 +55,8 @@ class PlannerProcess:
 
 
 def serve() -> None:
-    """Plan windows, as the main function of the process, until the caller closes the pipe or dies."""
+    """Plan windows (a few global batches of every job each) on request, as the main function of the planning
+    process, until the caller closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the caller decides
     # Answers must not be mixed with what libraries print.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

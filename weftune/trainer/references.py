@@ -1,4 +1,5 @@
-"""Reference log-probabilities of attached jobs: read from disk, or collected from Score passes.
+"""Log-probabilities of the reference policies of attached jobs: read from disk, or collected from Score
+passes (forward passes that return each sample's log-probability).
 
 They are kept in two files. One is in the cache of tokenised samples, for all jobs with the same samples and
 the same reference policy. The other is among the job's checkpoints: a job that resumes reads it even if the
@@ -32,13 +33,13 @@ PROBED_ROWS = 64
 
 @dataclass(slots=True)
 class _Unscored:
-    """Reference log-probabilities of one set of samples, some of which are not computed yet, and the jobs
+    """Reference log-probabilities of one set of samples, some of which are still to be computed, and the jobs
     that wait for them."""
 
     key: str
     """Hash of the samples and the base, by which files of reference log-probabilities are recognised."""
     logprobs: NDArray[np.float64]
-    """Log-probability of each sample. NaN for samples that are not scored yet."""
+    """Log-probability of each sample under the reference policy. NaN for samples that are not scored yet."""
     shared_file: Path | None
     """File of the log-probabilities that all jobs with the same samples and reference policy share. None if
     the adapter of the reference policy is not known."""
@@ -61,7 +62,7 @@ class References:
         of tokenised samples, and `show_note` is called with sentences for the user."""
         self._base, self._folder, self._note = base, folder, show_note
         self._base_key = ""
-        """Hash of the base, computed when a job first needs it."""
+        """Hash that identifies the base model. It is computed when a job first needs it; empty before."""
         self._unscored_samples: dict[str, _Unscored] = {}
         """Maps a hash of samples and reference policy to the log-probabilities that attached jobs wait for.
         Jobs with the same hash share them."""
@@ -69,13 +70,11 @@ class References:
     def add_job(
         self, job: PreparedJob, checkpoints: Path, start_folder: Path | None, has_begun: bool
     ) -> PreparedJob | None:
-        """Return a job that is about to be attached, with its reference log-probabilities if they are on
-        disk; otherwise the job waits for Score passes. Return None if they are lost: the job has made steps,
-        so that its adapter is no longer the one that it started from.
-
-        `start_folder` is the folder of the adapter that the job starts from, or None if the job starts from
-        none or reads its adapter from a checkpoint. `has_begun` means that it has made a step.
-        """
+        """Return a job that is about to be attached. If its reference log-probabilities are on disk, the job
+        has them; otherwise it waits until Score passes have computed them. Return None if they are lost,
+        since the job has made steps and its adapter is no longer the one that it started from. `start_folder`
+        is the folder of the adapter that the job starts from, or None if the job starts from none or reads
+        its adapter from a checkpoint. `has_begun` says whether the job has made a step."""
         data = job.reference_data
         if data is None or job.data.train.references is not None:
             return job
@@ -110,8 +109,8 @@ class References:
         return reference_key(samples, self._base_key, str(self._base.dtype))
 
     def remove_job(self, job: str) -> None:
-        """Remove a job that is detached. Log-probabilities that no other job waits for then remain on disk
-        only."""
+        """Forget a job that is detached, and drop log-probabilities for which no other job waits from
+        memory."""
         for policy, one in list(self._unscored_samples.items()):
             one.copies.pop(job, None)
             if not one.copies:
@@ -133,8 +132,8 @@ class References:
                 one.logprobs[list(scores.samples)] = scores.logprobs
 
     def finish_window(self) -> Mapping[str, NDArray[np.float64]]:
-        """Write the log-probabilities that Score passes have computed, and return those of the jobs that no
-        longer wait."""
+        """Write the log-probabilities that Score passes have computed to disk, and return them for each job
+        that has now got all it waited for."""
         logprobs: dict[str, NDArray[np.float64]] = {}
         for policy, one in list(self._unscored_samples.items()):
             self._write_files(one)
@@ -154,8 +153,8 @@ class References:
 
 
 def _base_key(base: Base) -> str:
-    """Return a hash of the base: its name and settings, its weight files, and rows of a weight of its first
-    layer, which the first worker holds in every layout."""
+    """Return a hash that identifies the base model: its name and settings, its weight files, and rows of a
+    weight of its first layer, which the first worker holds in every layout."""
     site = next(site.name for site in base.whole_sites if layer_number(site.name) == 0)
     matrix_NK = base.weight_reader()(site)
     chosen = matrix_NK[:: max(1, len(matrix_NK) // PROBED_ROWS)][:PROBED_ROWS]

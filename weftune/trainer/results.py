@@ -1,4 +1,5 @@
-"""The files of a job's folder: `job.yaml`, written at admission, and the adapter, written at success."""
+"""The files of a job's folder: `job.yaml`, which is written when the job is admitted, and the adapter, which
+is written when the job has succeeded."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from weftune.trainer.job import PreparedJob
 from weftune.trainer.journal import Journal
 
 PARTIAL_FOLDER = ".adapter.partial"
-"""Folder inside a job's folder for an adapter that is being written."""
+"""Name of the folder, inside a job's folder, for the files of an adapter that is being written."""
 RECORDED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
@@ -73,14 +74,15 @@ def job_file_values(job: PreparedJob, base: BaseSpec, deterministic: bool = Fals
 
 
 def read_retries(folder: Path) -> list[dict[str, Any]]:
-    """Return the retries of a started job, the earliest first."""
+    """Return the retries of a started job (requests to resume it with changed settings), the earliest
+    first."""
     found = read_job_file(folder)
     return list(found.values.get("retries", [])) if found else []
 
 
 def add_retries(description: dict[str, Any], folder: Path, *new_retries: Retry) -> dict[str, Any]:
-    """Return the content of job.yaml with the retries that the job's folder records, followed by the new
-    ones."""
+    """Return the content of job.yaml with all retries (requests to resume the job with changed settings):
+    those that the job's folder records, followed by the new ones."""
     retries = [*read_retries(folder), *(retry.record() for retry in new_retries)]
     return {**description, "retries": retries} if retries else description
 
@@ -91,9 +93,10 @@ def refuse_changes(
     allowed_changes: Collection[str] = (),
     command: str | None = None,
 ) -> str:
-    """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
+    """Raise an error, which names what changed, if a job is resumed with other keys, another base or another
+    dataset.
 
-    The keys in `allowed_changes` may differ, since the user requested it. `command` is the command that
+    The keys in `allowed_changes` may differ, since the user requested that. `command` is the command that
     resumes the run. Return a sentence for the user if job.yaml is damaged, otherwise "".
     """
     name = description["job"]["name"]
@@ -136,8 +139,8 @@ def refuse_changes(
 
 
 def changed_settings(folder: Path, job: JobSpec, base: BaseSpec, max_steps: int | None = None) -> list[str]:
-    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of its data
-    are not compared."""
+    """Return a string `KEY OLD, now NEW` for every changed setting of a finished job. The rows of the job's
+    data are not compared."""
     try:
         found = read_job_file(folder)
     except DamagedJobFile:
@@ -173,7 +176,7 @@ def _overlaps_key(key: str, keys: Collection[str]) -> bool:
 def refuse_full_disk(output: Path, jobs: Sequence[PreparedJob], shape: ModelShape) -> None:
     """Raise OutputError if adapters and checkpoints of the jobs need more bytes than are free on the disk.
 
-    Only jobs that train hold checkpoints. All checkpoints together are therefore no larger than the memory of
+    Only jobs that train have checkpoints. All checkpoints together are therefore no larger than the memory of
     this machine, however many jobs wait.
     """
     value = max(4, shape.bytes_per_value)
@@ -248,8 +251,9 @@ def write_result(
 ) -> None:
     """Write the adapter in PEFT's format, and the tokenizer with the chat template the job was trained with.
 
-    The files are written to a temporary folder, synced and then moved to their place, the config last: if it
-    exists, all of them do. Raises OSError if they cannot be written, and then leaves none of them.
+    The files are written to a temporary folder, synced and then moved to their place. The adapter's config is
+    moved last: if it exists, all files exist. Raises OSError if they cannot be written, and then leaves none
+    of them.
     """
     kind = get_kind(job.spec.adapter.kind)
     draft = folder / PARTIAL_FOLDER
@@ -267,8 +271,8 @@ def write_result(
 
 
 def _move_into_place(draft_folder: Path, folder: Path) -> None:
-    """Sync the files of a result to disk and move them to `folder`. This precedes the report of success and
-    the deletion of the job's checkpoints."""
+    """Sync the files of a result to disk and move them from `draft_folder` to `folder`. The caller reports
+    success and deletes the job's checkpoints only afterwards."""
     paths = sorted(draft_folder.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():
@@ -298,8 +302,8 @@ class Ending:
     state: State
     reason: str = ""
     leaves_sweep: bool = False
-    """Whether the job is a trial that leaves its sweep. Its checkpoints are then deleted, since it never
-    resumes."""
+    """Whether the job is a trial that leaves its sweep. The trial's checkpoints are then deleted, since it
+    never resumes."""
 
 
 class ResultWriter:
@@ -311,12 +315,12 @@ class ResultWriter:
         self._tokenizer = TokenizerFiles(tokenizer)
         self._endings: dict[str, Ending] = {}
         self._pending_adapters: dict[str, Future[None]] = {}
-        """Maps each detached job to the pending write of its adapter, after which the job has ended."""
+        """Maps each detached job to the pending write of its adapter. The job ends when the write is done."""
         self._checkpoints_to_delete: list[str] = []
-        """Ended jobs whose checkpoints are deleted as soon as the outcome of these jobs is on disk."""
+        """Ended jobs whose checkpoints are deleted as soon as the final states of these jobs are on disk."""
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the adapter of a detached job is still being written."""
+        """Return whether the writer is still writing the adapter of the detached job `name`."""
         return name in self._pending_adapters
 
     def __iter__(self) -> Iterator[str]:
@@ -343,12 +347,13 @@ class ResultWriter:
         write_job_file(folder, add_retries(described, folder))
 
     def prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare the writes of a job's adapter and checkpoints ahead of time."""
+        """Begin to prepare, in a background thread, what writing a job's adapter and checkpoints needs, such
+        as host memory for `snapshot_bytes` bytes."""
         self._writer.run(job.name, partial(self._prepare, job, snapshot_bytes))
 
     def _prepare(self, job: PreparedJob, snapshot_bytes: int) -> None:
-        """Prepare the files of a job in a background thread. Errors are ignored, since they occur again when
-        the files are written."""
+        """Prepare the files of a job in a background thread. Errors are ignored, since the same errors occur
+        again when the files are written."""
         with suppress(Exception):
             prepare_result(job, self._tokenizer)
             self._writer.snapshots.reserve(snapshot_bytes)
@@ -357,7 +362,8 @@ class ResultWriter:
 
     @phase(Phase.EXPORT)
     def deliver(self, job: PreparedJob, training: Training, ending: Ending) -> None:
-        """Begin to write the adapter of a finished job, and cancel a checkpoint that is still queued."""
+        """Begin to write the adapter of a finished job in a background thread. A checkpoint of the job that
+        is still queued is cancelled."""
         self._writer.forget(training.job)
         snapshot = self._writer.snapshots.take_snapshot(training)
         self._endings[training.job] = ending
@@ -378,7 +384,7 @@ class ResultWriter:
             raise
 
     def write_snapshot(self, job: PreparedJob, snapshot: Snapshot, folder: Path) -> Future[None]:
-        """Begin to write the adapter of a job that continues to train to a separate folder."""
+        """Begin to write the current adapter of a job, which continues to train, to a folder of its own."""
 
         def write(snapshot: Snapshot) -> None:
             parameters = snapshot.layout.parameter_views(snapshot.tensors()["master"])
@@ -391,8 +397,8 @@ class ResultWriter:
         self._checkpoints_to_delete.append(name)
 
     def record_finished_writes(self) -> None:
-        """Record the ends of jobs whose adapters were written, or could not be written, since the last
-        call."""
+        """Record the final states of jobs whose adapters have been written, or could not be written, since
+        the last call."""
         # Only the first is checked, since they mostly end in the order of writing: thousands may wait.
         while self._pending_adapters and next(iter(self._pending_adapters.values())).done():
             name = next(iter(self._pending_adapters))

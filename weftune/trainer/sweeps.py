@@ -1,4 +1,5 @@
-"""The sweeps of a run, as the training loop uses them."""
+"""The sweeps of a run (sets of jobs that differ in some values and are compared), with the operations that
+the training loop needs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from weftune.trainer.job import PreparedJob
 
 
 class Sweeps:
-    """All sweeps of a run. A run may have no sweeps."""
+    """All sweeps of a run, and the operations on them that the training loop needs. A run may have no
+    sweeps."""
 
     def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
         self.sweeps: tuple[RunningSweep, ...] = ()
@@ -41,8 +43,8 @@ class Sweeps:
             self._sweep_of_trial.pop(name, None)
 
     def add_trial(self, job: PreparedJob) -> PreparedJob:
-        """Return a job with the limits that its sweep sets: a trial trains only up to its next rung, and is
-        evaluated at the rung if rungs evaluate the last weights."""
+        """Return a trial with the limits that its sweep sets: it trains only up to the next step at which
+        trials are compared (a rung), and is evaluated there if rungs use the latest weights."""
         sweep = self._sweep_of_trial.get(job.name)
         if sweep is None:
             return job
@@ -61,8 +63,8 @@ class Sweeps:
         )
 
     def with_weight_means(self, job: PreparedJob) -> PreparedJob:
-        """Return the job with the spans over which its weights are averaged, if its sweep compares trials by
-        mean weights."""
+        """Return the job with the spans of steps over which its weights are averaged, if its sweep compares
+        trials by mean weights."""
         sweep = self._sweep_of_trial.get(job.name)
         if sweep is None or not sweep.evaluates_mean_weights:
             return job
@@ -81,24 +83,27 @@ class Sweeps:
         return sweep is not None and name in sweep.resting
 
     def mark_resting(self, name: str) -> None:
-        """Record that the trial was saved and detached, and now waits for other trials."""
+        """Record that a trial was saved and detached, and now waits for the other trials with which it is
+        compared."""
         self._sweep_of_trial[name].resting.add(name)
 
     def is_awaited(self, name: str, step: int) -> bool:
-        """Return whether the trial must still be evaluated at this step, at which its sweep compares
-        trials."""
+        """Return whether the job is a trial that must still be evaluated at this step because its sweep
+        compares trials here."""
         sweep = self._sweep_of_trial.get(name)
         return (
             sweep is not None and step == sweep.rungs.step_limit(name) and sweep.rungs.awaits_evaluation(name)
         )
 
     def evaluates_mean_weights(self, name: str) -> bool:
-        """Return whether the rungs of the trial evaluate the mean of its last weights."""
+        """Return whether the trial is compared with others by the mean of its recent weights, and not by its
+        latest ones."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.evaluates_mean_weights
 
     def record_step(self, event: Stepped) -> str | None:
-        """Record a step's loss; return the reason if the trial leaves its sweep now, else None."""
+        """Record the loss of a job's step. Return the reason if the job is a trial that leaves its sweep now,
+        or else None."""
         sweep = self._sweep_of_trial.get(event.job)
         return None if sweep is None else sweep.record_step(event.job, event.step, event.outcome.loss)
 
@@ -122,7 +127,7 @@ class Sweeps:
         )
 
     def propose_trials(self, add_job: Callable[[JobSpec], Any], show_note: ShowNote) -> None:
-        """Let each sweep propose trials as long as it can, and add them as jobs."""
+        """Ask each sweep for new trials as long as it can propose some, and add them as jobs of the run."""
         for sweep in self.sweeps:
             while new := sweep.propose_trials():
                 self._sweep_of_trial |= dict.fromkeys((trial.name for trial in new), sweep)
@@ -134,8 +139,9 @@ class Sweeps:
                         show_note(f"warning: {trial.name} cannot be trained: {error}")
 
     def decide_rungs(self, store: Store) -> None:
-        """Decide the rungs that all trials have reached from the metrics in the store, while no job trains.
-        Trials that leave are cancelled in the store."""
+        """Decide, from the metrics in the store, which trials continue at each step that all compared trials
+        have reached. The method is called while no job trains. Trials that leave are cancelled in the
+        store."""
         for sweep in self.sweeps:
             sweep.read_metrics()
         for name, reason in self.trial_orders({}, ()).leave_reasons.items():
@@ -143,7 +149,8 @@ class Sweeps:
             shutil.rmtree(store.output / name / CHECKPOINTS, ignore_errors=True)
 
     def is_waiting_at_rung(self, name: str) -> bool:
-        """Return whether the trial has been evaluated at a rung and waits there for other trials."""
+        """Return whether the trial has been evaluated at a step where trials are compared, and waits there
+        for other trials."""
         sweep = self._sweep_of_trial.get(name)
         return sweep is not None and sweep.rungs.is_waiting_at_rung(name)
 
@@ -152,9 +159,9 @@ class Sweeps:
             sweep.finish()
 
     def stranded_trials(self) -> Iterator[tuple[str, str]]:
-        """Yield the trials that still wait for others when no job is attached, with the reason, such as a
-        paused trial. Yield nothing in a process that trains a share, since its launcher decides about the
-        trials and trains them again."""
+        """Yield the trials that wait for other trials although no job is attached, each with the reason, such
+        as a paused trial. Yield nothing in a process that trains only a part of the jobs, since its launcher
+        decides about the trials and trains them again."""
         for sweep in self.sweeps:
             for name in (
                 sorted(sweep.resting - sweep.rungs.ended_trials.keys()) if sweep.decides_rungs else ()
@@ -168,7 +175,7 @@ class Sweeps:
             sweep.resting.clear()
 
     def remove_resting_trial(self, name: str) -> None:
-        """Record that a trial that waited at a rung has been cancelled or paused."""
+        """Record that a trial that waited for other trials has been cancelled or paused."""
         if (sweep := self._sweep_of_trial.get(name)) is not None:
             sweep.resting.discard(name)
 

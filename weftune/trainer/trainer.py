@@ -1,4 +1,4 @@
-"""The `Trainer`, with which Python code adds jobs and trains them together in a run."""
+"""The class `Trainer`, with which Python code adds jobs and trains them together in one run."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Result:
 
 
 class Quiet:
-    """A view that shows nothing."""
+    """A progress view that shows nothing."""
 
     def update(self, row: JobRecord) -> None:
         pass
@@ -106,7 +106,7 @@ class Quiet:
 
 
 class Trainer:
-    """A trainer that trains all added jobs together on one base."""
+    """A trainer of adapters, which trains all added jobs together on one base model."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class Trainer:
         return loop.store
 
     def _prepare_joining_jobs(self, jobs: Sequence[JobSpec], locate: Callable[..., str]) -> list[PreparedJob]:
-        """Prepare jobs that join the current run, and are in `self.jobs` already. Raise one error for the
-        invalid jobs among them."""
+        """Prepare, for training, jobs that join the run while it trains and have been added to `self.jobs`
+        already. Raise one error for the invalid jobs among them."""
         assert self.loop is not None
         shape = self.loop.choice.shape
         self._check_prepared_jobs(jobs, shape, locate)
@@ -173,8 +173,8 @@ class Trainer:
         return ready
 
     def _prepare_added_jobs(self, request: FileRequest, record: Callable[[], None]) -> list[PreparedJob]:
-        """Prepare the jobs of a file that `weftune jobs add` has sent to the running run, and begin its
-        sweeps. `record` keeps the file for `--resume`."""
+        """Prepare the jobs of a file that `weftune jobs add` has sent to this run while it trains, and begin
+        the file's sweeps. `record` keeps the file for `--resume`."""
         assert self.loop is not None
         if self.options.share is not None:
             raise SpecError(
@@ -205,7 +205,7 @@ class Trainer:
         return ready
 
     def _check_added_jobs(self, run: RunSpec) -> None:
-        """Refuse jobs for another base, and jobs with the names of jobs of this run."""
+        """Raise an error if added jobs are for another base, or have the names of jobs of this run."""
         mistakes = [
             Mistake(run.locate(job.name, "name"), "the run has a job of that name already; choose another")
             for job in run.jobs
@@ -230,7 +230,7 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
 
     def restore_added_jobs(self) -> None:
-        """Add the jobs and sweeps that joined earlier runs of this output through `weftune jobs add`."""
+        """Add the jobs and sweeps that `weftune jobs add` added to earlier runs into this output folder."""
         if not self.options.resume or self.options.share is not None:
             return
         for run in added_runs(self.output, self.jobs):
@@ -242,8 +242,8 @@ class Trainer:
                     self.add_sweep(sweep)
 
     def add_sweep(self, sweep: Sweep, search: TrialSearch | None = None) -> Trainer:
-        """Add a sweep whose trials have been added as jobs. `search` proposes later generations; None means
-        the search of the sweep itself."""
+        """Add a sweep whose trials have been added as jobs. `search` proposes later generations of trials;
+        None means the search that the sweep's spec describes."""
         missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
         assert not missing or self.options.share is not None, f"{missing} are no jobs"
         if sweep.name in self.jobs or sweep.name in self.sweeps:
@@ -351,7 +351,8 @@ class Trainer:
     # -- before ------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape) -> None:
-        """Validate the run, and raise all errors that can be found before the output folder is modified."""
+        """Validate the run before the output folder is modified. Raise one error with all mistakes that can
+        be found by then."""
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
@@ -371,9 +372,9 @@ class Trainer:
     def _check_prepared_jobs(
         self, jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str]
     ) -> None:
-        """Refuse targets that the base lacks, samples longer than its context, and jobs that cannot start
-        from the job they name. In a process that trains a share, the jobs that they name are not looked up,
-        since the launcher has done so."""
+        """Raise an error for targets that the base lacks, samples longer than its context, and jobs that
+        cannot start from the job that they name. In a process that trains a part of the jobs, the last check
+        is left out, since the launcher has made it."""
         known = list(self.jobs) if self.options.share is None else [source_job(job.adapter) for job in jobs]
         mistakes = check_names(jobs, known, locate)
         mistakes = mistakes or check_starts(list(self.jobs.values()), shape, locate)
@@ -383,7 +384,7 @@ class Trainer:
 
     def restore_sweeps(self, store: Store) -> Sweeps:
         """Return the sweeps in their state after earlier runs, and add the trials that earlier runs proposed
-        as jobs. A process that trains a share has all of its trials already."""
+        as jobs. A process that trains only a part of the jobs has all of its trials already."""
         sweeps = Sweeps([self._open_sweep(store, sweep) for sweep, _ in self.sweeps.values()])
         sweeps.propose_trials(self.add, self._note_recorder(store))
         return sweeps
@@ -402,7 +403,8 @@ class Trainer:
         return found
 
     def prepare_unfinished_jobs(self, store: Store, shape: ModelShape) -> list[PreparedJob]:
-        """Return the unfinished jobs and those to restart, prepared for training."""
+        """Prepare the jobs that have not ended, and those that the user restarts, for training, and return
+        them."""
         if store.rebuild_note:
             self.view.note(store.rebuild_note)
         self._check_finished_jobs(store)
@@ -429,7 +431,8 @@ class Trainer:
         return ready
 
     def _check_finished_jobs(self, store: Store) -> None:
-        """Refuse to resume if a finished job has other settings now: they would have no effect."""
+        """Raise an error if a job that has finished is resumed with other settings, which would have no
+        effect."""
         mistakes, again = [], (*self.options.restart, *self.options.retry)
         for job in self.jobs.values():
             is_finished = self._has_ended(store, job.name) and store.job(job.name).state is State.SUCCEEDED
@@ -444,7 +447,7 @@ class Trainer:
             raise OutputError(mistakes)
 
     def _show_data_notes(self, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Show the notes about the data that `weftune preview` also prints."""
+        """Show the notes about the jobs' data that `weftune preview` also prints."""
         found = [
             (job.name, sentence)
             for job in prepared_jobs
@@ -464,7 +467,8 @@ class Trainer:
         )
 
     def _show_job_warnings(self, kind: str, sentences: Sequence[str]) -> None:
-        """Show warnings about the jobs. With shares, only the process that divides the jobs shows them."""
+        """Show warnings about the jobs to the user. If several processes each train a part of the jobs, only
+        their launcher shows them."""
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
@@ -491,8 +495,8 @@ class Trainer:
         return True
 
     def _delete_job_folder(self, name: str) -> None:
-        """Delete a job's folder. It is renamed first, since a partly deleted folder could look like a job to
-        resume."""
+        """Delete a job's folder. The folder is renamed first, since a partly deleted folder could look like a
+        job to resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():
@@ -568,7 +572,8 @@ class Trainer:
             self._delete_job_folder(name)
 
     def _record_retries(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Record retries in the job's notes and in job.yaml, so that later runs know the changed keys."""
+        """Record retries (requests to resume jobs with changed settings) in the jobs' notes and in job.yaml,
+        so that later runs know the changed keys."""
         for job in prepared_jobs:
             if job.name not in self.options.retry:
                 continue
@@ -585,7 +590,8 @@ class Trainer:
         return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind_jobs(self, store: Store, prepared_jobs: Sequence[PreparedJob]) -> None:
-        """Rewind each job to its newest checkpoint: drop later metrics, which will be written again."""
+        """Set the recorded progress of each job back to its newest checkpoint. Metrics of later steps are
+        dropped, since the job will write them again."""
         found = {
             job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS)
             for job in prepared_jobs
@@ -612,7 +618,8 @@ class Trainer:
         return record_note
 
     def results(self, store: Store) -> dict[str, Result]:
-        """Return the results of all jobs; also write the report, unless other processes still train."""
+        """Return the results of all jobs. Write the report too, unless other processes still train a part of
+        the jobs."""
         alone = self.options.share is None
         if alone:
             # For the report, and again after it, with the time that the report took.

@@ -1,7 +1,8 @@
 """Training on random tokens before the first job of a service.
 
-The first passes on a GPU compile kernels, try plans of products and capture graphs, which takes ten seconds
-or more. A service makes these passes before it is ready, so that its first jobs need not wait for them.
+The first passes on a GPU compile kernels, try plans of products and capture graphs. Together this takes ten
+seconds or more. A service makes these passes before it is ready, so that its first jobs need not wait for
+them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from weftune.run.training.state import Training, new_training
 from weftune.trainer.loop import Loop
 
 ROUNDS = 3
-"""Number of rounds: a pass is compiled in the first, captured in the second and replayed in the third."""
+"""Number of rounds (one global batch of every job each): a pass is compiled in the first, captured as a graph
+in the second and replayed in the third."""
 
 
 def warm_up(loop: Loop, spec: LoraSpec, shapes: Sequence[JobShape], stop: Callable[[], bool]) -> None:
-    """Train an adapter with these settings for each of the jobs in `shapes` on random tokens, in microbatches
-    that are as large as those of a window of these jobs, and detach them. Nothing is written, and results of
-    other jobs do not change. A shortage of memory ends the training."""
+    """Train one adapter with the settings `spec` for each job in `shapes` on random tokens, in microbatches
+    as large as those in real training of these jobs, and detach the adapters. Nothing is written, and results
+    of other jobs do not change. A shortage of memory ends the training."""
     executor, memory = loop.executor, loop.fitted_models.memory
     recompute = memory.choose_recompute(shapes, loop.windows.max_tokens)
     capacity = memory.choose_capacity(shapes, loop.windows.max_tokens, recompute)
@@ -63,8 +65,8 @@ def _new_training(loop: Loop, adapter: JobAdapter) -> Training:
 
 
 def _random_window(shape: JobShape, max_tokens: int) -> JobWindow:
-    """Return a window of a job whose batches have as many samples as `max_tokens` tokens allow, at least
-    one."""
+    """Return a window (the plan of some global batches) of a job whose batches have as many samples as
+    `max_tokens` tokens allow, at least one."""
     length = shape.max_sample_tokens
     count = max(1, max_tokens // length)
     samples = tuple(PlacedSample(index, length, index * length) for index in range(count))
@@ -73,7 +75,8 @@ def _random_window(shape: JobShape, max_tokens: int) -> JobWindow:
 
 
 def _random_microbatch(vocabulary: int, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
-    """Return random tokens, all of them supervised, for a training microbatch."""
+    """Return a training microbatch of random tokens with the segments of `plan`. All tokens are
+    supervised."""
     samples = [sample for segment in plan.segments for sample in segment.samples]
     lengths = [sample.length for sample in samples]
     stops = list(accumulate(segment.tokens for segment in plan.segments))

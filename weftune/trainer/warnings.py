@@ -13,23 +13,24 @@ from weftune.report.words import loss_text
 from weftune.run.training.state import StepOutcome
 
 UNIFORM_TOLERANCE = 1e-3
-"""Relative distance from ln(vocabulary) within which all tokens count as equally likely."""
+"""Relative distance of a loss from ln(vocabulary size) within which the model counts as predicting all tokens
+with equal probability."""
 VANISHED_GRADIENT = 1e-6
-"""Maximum gradient norm for which an adapter counts as no longer learning."""
+"""Gradient norm up to which an adapter counts as no longer learning."""
 LOSS_TOLERANCE = 1e-6
 """Relative difference below which two validation losses count as equal."""
 SLOW_RATIO = 2.0
-"""Ratio of measured to planned seconds from which a run counts as slow."""
+"""Ratio of measured to planned seconds of training above which a run counts as slow."""
 MIN_COMPARED_SECONDS = 10.0
-"""Minimum total seconds of the windows that are compared with their plan, since a pause of the system
-distorts shorter times."""
+"""Minimum total seconds of training that are compared with the plan, since a pause of the system distorts
+shorter times."""
 
 # -- adapters ------------------------------------------------------------------------------------------
 
 
 def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
-    """Return a warning if predictions are uniform and there is no gradient at an optimizer step, otherwise
-    ""."""
+    """Return a warning if, at an optimizer step, predictions are uniform over the vocabulary and the gradient
+    has vanished. Return "" otherwise."""
     uniform = math.log(vocabulary)
     if outcome.grad_norm > VANISHED_GRADIENT or abs(outcome.loss - uniform) > UNIFORM_TOLERANCE * uniform:
         return ""
@@ -40,7 +41,8 @@ def collapse_warning(outcome: StepOutcome, vocabulary: int) -> str:
 
 
 def base_warning(job: JobStatus) -> str:
-    """Return the warning for a finished job that is no better than the base; empty if it is better."""
+    """Return the warning for a finished job whose adapter is no better than the base alone. Return an empty
+    string if the adapter is better."""
     if job.score is not None and job.base_score is not None and job.score < job.base_score:
         return (
             f"the metric of its answers, {job.score:.4g}, is below that of the base without the adapter "
@@ -69,13 +71,15 @@ class CpuLoad:
         self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), _process_seconds()
 
     def other_cores(self) -> float:
-        """Return the average number of cores that other processes have kept busy."""
+        """Return the average number of cores that other processes have kept busy since this object was
+        created."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         return max(0.0, (_busy_seconds() - self._busy - _process_seconds() + self._own) / seconds)
 
 
 class SlowRun:
-    """A monitor that compares the time of windows with their plan and warns once if the run is slow."""
+    """A monitor that compares the measured time of windows (a few global batches of every job) with their
+    planned time, and warns once if the run is slow."""
 
     def __init__(self, has_profile: bool) -> None:
         """Create the monitor. `has_profile` says whether the plan is based on a profile of this machine or on
@@ -85,8 +89,8 @@ class SlowRun:
         self._planned = self._seconds = 0.0
 
     def add(self, planned_seconds: float | None, seconds: float) -> str:
-        """Add a window with its planned and measured seconds. Return the warning if the run is slow,
-        otherwise ""."""
+        """Add the planned and measured seconds of a window (a few global batches of every job). Return the
+        warning if the run is slow, otherwise ""."""
         if self._load is None or planned_seconds is None:
             return ""
         self._planned += planned_seconds
@@ -131,7 +135,7 @@ def _busy_seconds() -> float:
 
 
 def _process_seconds() -> float:
-    """Return the CPU seconds of this process and of its children."""
+    """Return the CPU seconds that this process and its children have used."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:

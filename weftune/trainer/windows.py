@@ -1,5 +1,5 @@
-"""The planner of windows. A window is planned while the previous one runs, and replanned if conditions have
-changed."""
+"""The planner of windows: Programs (executable plans) for a few global batches of every job. A window is
+planned while the previous one runs, and replanned if conditions have changed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from weftune.trainer.planner import PlannerProcess
 TURN_SECONDS = 0.1
 """Maximum predicted seconds of a forward or backward pass while a decoder waits to run between passes."""
 SAME_LIMIT = 0.25
-"""Relative change of the estimated token limit up to which the previous limit is kept, so that windows that
-were planned ahead stay valid and captured passes keep their sizes."""
+"""Relative change of the estimated limit of tokens per microbatch up to which the previous limit is kept.
+Windows that were planned ahead thus stay valid, and captured passes keep their sizes."""
 
 Cursors = Mapping[str, int]
-"""Maps each job to its last step before the window. That step may be unfinished."""
+"""Maps each job to the last optimizer step that it has begun before the next window (a few global batches of
+every job) starts. That step may be unfinished."""
 Unscored = Mapping[str, NDArray[np.int64]]
-"""Maps each job that waits for its reference log-probabilities to the samples that it scores."""
+"""Maps each job that waits for its reference log-probabilities to the indices of the samples that it
+scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWindow:
-    """A planned window, and the part of each job in it."""
+    """A planned window: a Program for a few global batches of every job, and the part of each job in it."""
 
     program: Program
     job_windows: Sequence[JobWindow]
@@ -44,15 +46,17 @@ class PlannedWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowAhead:
-    """The next window, planned while the current one runs, and the conditions it was planned for."""
+    """The next window (a few global batches of every job), which is planned while the current one runs, and
+    the conditions for which it is planned."""
 
     cursors: Cursors
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """Predictor of the window's seconds, which limits the number of its rounds."""
+    """Predictor of the window's seconds, which limits how many rounds (one global batch of every job each)
+    the window has."""
     unfinished: Unfinished
-    """Batches that the current window leaves unfinished if it runs as planned."""
+    """Global batches that the current window will leave unfinished in the pipeline if it runs as planned."""
     future: Future[PlannedWindow]
 
     def is_valid_for(
@@ -63,8 +67,9 @@ class WindowAhead:
         pace: WindowPace,
         unfinished: Unfinished,
     ) -> bool:
-        """Return whether planning under the given conditions would give this window again. The pace only
-        determines the number of rounds."""
+        """Return whether planning under the given conditions would give this window again. The pace
+        (predicted seconds) determines only how many rounds, one global batch of every job each, the window
+        has."""
         alike = (capacity, recompute, unfinished) == (self.capacity, self.recompute, self.unfinished)
         if not alike or not cursors.items() <= self.cursors.items():
             return False
@@ -75,17 +80,19 @@ class WindowAhead:
 
 
 class Windows:
-    """A planner of windows, which plans the next one in a background thread, and for a pipeline in another
-    process."""
+    """A planner of windows (a few global batches of every job each). It plans the next window in a background
+    thread, and for a pipeline in another process."""
 
     def __init__(self, engine: Engine, fitted_models: FittedModels, jobs: Mapping[str, PreparedJob]) -> None:
         self.max_tokens = engine.choice.capacity
         """Maximum number of tokens in a microbatch, unless a sample is longer."""
         self.is_decoding: Callable[[], bool] = lambda: False
         """Function that returns whether a decoder waits to run between passes, which must then be short.
-        Deterministic runs ignore it, since their microbatches depend on nothing outside the jobs."""
+        Deterministic runs ignore the function, since their microbatches depend on nothing outside the
+        jobs."""
         self._decoding_limit: int | None = None
-        """Maximum number of tokens in a microbatch while sequences are decoded. None if there are none."""
+        """Maximum number of tokens in a microbatch while sequences are decoded. None while nothing is
+        decoded."""
         self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
         self._fitted_models = fitted_models
         self._jobs = jobs
@@ -98,10 +105,10 @@ class Windows:
         self._process.close()
 
     def next_window(self, starting_jobs: frozenset[str], unscored_samples: Unscored) -> Program:
-        """Return the window planned ahead, without jobs that have left, if it still fits the attached jobs;
-        else plan a new one. Jobs in `starting_jobs` are evaluated first; jobs in `unscored_samples` score
-        samples and do not train. If the capacity or the recomputed activations have changed, the returned
-        window only finishes unfinished batches."""
+        """Return the window (a few global batches of every job) that was planned ahead, without jobs that
+        have left, if it still fits the attached jobs; otherwise plan a new one. Jobs in `starting_jobs` are
+        evaluated first; jobs in `unscored_samples` score samples and do not train. If the capacity or the
+        recomputed activations have changed, the returned window only finishes unfinished batches."""
         cursors, pace, ahead = self._job_cursors(), self._window_pace(), self._window_ahead
         capacity, recompute = self._capacity()
         unfinished = self._executor.unfinished
@@ -116,7 +123,8 @@ class Windows:
         return program.without(*gone) if gone else program
 
     def drain_window(self) -> Program:
-        """Return a window that only finishes the batches that the last one left unfinished."""
+        """Return a window that only finishes the global batches that the last window left unfinished in the
+        pipeline."""
         unfinished, cursors = self._executor.unfinished, self._job_cursors()
         windows = [self._jobs[name].job_window(step, 0, False) for name, step in cursors.items()]
         capacity, recompute = unfinished.capacity, unfinished.recompute
@@ -124,13 +132,14 @@ class Windows:
         return plan_window(windows, self._choice.layout, capacity, False, recompute, pacing, unfinished)
 
     def base_evaluation(self, names: Collection[str]) -> Program:
-        """Return a window that only evaluates the base, without adapters, on these jobs' held-out samples."""
+        """Return a window (the plan that is run next) that only evaluates the base, without adapters, on
+        these jobs' held-out samples."""
         cursors, (capacity, recompute) = self._job_cursors(), self._capacity()
         windows = [self._jobs[name].base_window(cursors[name]) for name in names]
         return plan_window(windows, self._choice.layout, capacity, False, recompute, self._engine.pacing())
 
     def plan_ahead(self, program: Program) -> None:
-        """Begin to plan the window that follows `program`."""
+        """Begin to plan, in the background, the global batches that follow those of the Program `program`."""
         cursors, pace, unfinished = self._job_cursors(), self._window_pace(), unfinished_work(program)
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
@@ -147,7 +156,7 @@ class Windows:
         self._window_ahead = WindowAhead(remaining, *limits, planned)
 
     def _job_cursors(self) -> dict[str, int]:
-        """Return the last step of each attached job that is complete, or that has begun."""
+        """Map each attached job to its last step that is complete or has begun."""
         begun = self._executor.unfinished.steps
         return {
             name: max(training.progress.step, begun.get(name, 0))
@@ -181,7 +190,8 @@ class Windows:
         return PlannedWindow(program, windows, count_fitting_rounds(windows, pace))
 
     def _pacing(self, names: Iterable[str], capacity: int, recompute: Recompute) -> Pacing | None:
-        """Return the options of a pipeline in which these jobs train, or None for other layouts."""
+        """Return the measured speeds and limits by which the next global batches of these jobs are planned in
+        a pipeline, or None for other layouts."""
         pacing, memory = self._engine.pacing(), self._fitted_models.memory
         shapes = [self._jobs[name].shape for name in names]
         if pacing is None or not shapes:
@@ -189,7 +199,8 @@ class Windows:
         return replace(pacing, spare_microbatches=memory.choose_spare(shapes, capacity, recompute))
 
     def _capacity(self) -> tuple[int, Recompute]:
-        """Return the token capacity of microbatches, and the activations that are recomputed to reach it."""
+        """Return the maximum number of tokens per microbatch, and the activations that are recomputed to
+        reach it."""
         shapes = [self._jobs[name].shape for name in self._executor.attached]
         memory, max_tokens = self._fitted_models.memory, self._max_tokens()
         recompute = memory.choose_recompute(shapes, max_tokens)

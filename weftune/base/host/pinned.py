@@ -19,13 +19,14 @@ from weftune.errors import BaseModelError
 
 ALIGNMENT = 256
 ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-"""Flags passed to `madvise`. They request huge pages, which are allocated and locked many times as fast as
-small ones, and exclude the pages from forks, since pages that a GPU writes to must not be copied."""
+"""Flags passed to `madvise`. The flags request huge pages, which are allocated and locked many times as fast
+as small ones, and exclude the pages from forks, since pages that a GPU writes to must not be copied."""
 
 
 class Pages(mmap.mmap):
-    """A private memory mapping of this process. `on_unmap` is called before the memory is unmapped. A weak
-    reference's callback would be called too late, when the addresses may already be in use again."""
+    """A private memory mapping of this process. The function `on_unmap` is called before the memory is
+    unmapped. A weak reference's callback would be called too late, when the addresses may already be in use
+    again."""
 
     on_unmap: Callable[[], object] | None = None
 
@@ -35,8 +36,8 @@ class Pages(mmap.mmap):
 
 
 def allocate_host_bytes(size: int, device: torch.device) -> Tensor:
-    """Allocate `size` bytes, page-locked if `device` is a GPU. The memory is freed with the last tensor that
-    views it."""
+    """Allocate `size` bytes of host memory, page-locked if `device` is a GPU. The memory is freed with the
+    last tensor that views it."""
     try:
         pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:
@@ -68,7 +69,8 @@ def _lock_pages(pages: Pages, buffer: Tensor) -> None:
 
 
 def host_vectors(shapes: list[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Allocate vectors of zeros with these sizes and dtypes in one buffer of `allocate_host_bytes`."""
+    """Allocate vectors of zeros in host memory with these sizes and dtypes, all in one buffer that is
+    page-locked if `device` is a GPU."""
     sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in shapes]
     buffer = allocate_host_bytes(sum(sizes), device)
     starts = [0, *accumulate(sizes)]

@@ -15,8 +15,8 @@ from weftune.base.spec import BaseSpec
 
 CHUNK_BYTES = 16 << 20
 MAX_FREE_FRACTION = 0.5
-"""Maximum fraction of the free memory that a base's weight files may fill if they are read ahead. Larger
-files would evict one another from the page cache."""
+"""Maximum fraction of the free memory that a base's weight files may fill if they are read into the page
+cache ahead of time. Larger files would evict one another from the page cache."""
 
 
 @contextmanager

@@ -40,7 +40,8 @@ STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", t
 
 
 class MappedFile:
-    """A read-only mapping of one file. Its content stays the same if the file is replaced or deleted."""
+    """A read-only mapping of one file. The mapping's content stays the same if the file is replaced or
+    deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,8 +135,9 @@ class MappedTensor:
 def map_weights(
     model: PreTrainedModel, files: WeightFiles | None, base: str
 ) -> dict[str, tuple[MappedTensor, ...]]:
-    """Return a dict from each parameter of `model` to its tensors in files, several if it is stored in parts.
-    Raise BaseModelError if the tensors cannot be used as stored. `base` is the name for messages."""
+    """Return a dict from each parameter of `model` to the tensors in files that it consists of, usually one.
+    Raise BaseModelError if the tensors cannot be used as they are stored. `base` is the base's name in
+    messages."""
     if quant_paths(model):
         raise _unusable_files_error(
             base, "quantised weights are made when they are loaded, and kept in memory"
@@ -176,21 +178,22 @@ class HostStage:
 
     buffer: Tensor
     blocks = False
-    """Whether `copy_to` blocks on file reads, so that it should be called in a thread."""
+    """Whether the method `copy_to` waits for file reads, so that it should be called in a thread."""
 
     @property
     def size(self) -> int:
         return len(self.buffer)
 
     def copy_to(self, slot: Tensor) -> None:
-        """Copy all bytes of the stage to `slot`, its memory on the device, on the current CUDA stream."""
+        """Copy all bytes of the stage to `slot`, the stage's memory on the device, on the current CUDA
+        stream."""
         # In chunks, between which the link can serve transfers of optimizer steps.
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
             slot[start:stop].copy_(self.buffer[start:stop], non_blocking=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a range of the stage's bytes as a tensor on the host."""
+        """Return the stage's bytes from `start` to `stop` as a tensor on the host."""
         return self.buffer[start:stop]
 
 
@@ -208,7 +211,8 @@ class Staging:
         """Pairs of a buffer and, on a GPU, an event that is done when the buffer's last copy has finished."""
 
     def copy_chunk(self, fill: Callable[[Tensor], None], target: Tensor) -> None:
-        """Fill a buffer by calling `fill`, and copy it to `target`, which is at most one chunk."""
+        """Fill a buffer by calling `fill`, and copy the buffer to `target`, a tensor on the device of at most
+        one chunk."""
         buffer, sent = self._buffers[0]
         if sent is not None:
             sent.synchronize()
@@ -222,8 +226,8 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A parameter of a stage, or a part of one that is a separate tensor in the files. It begins at the
-    offset `start` of the stage's bytes."""
+    """A parameter of a stage (consecutive layers), or a part of a parameter that is a separate tensor in the
+    files. Its bytes begin at the offset `start` of the stage's bytes."""
 
     start: int
     tensor: MappedTensor
@@ -248,12 +252,13 @@ class SourcePart:
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
-    """The weights of a streamed stage (consecutive layers) in mapped files. They are copied to the device in
-    chunks."""
+    """The weights of a streamed stage (consecutive layers) in mapped files. The weights are copied to the
+    device in chunks."""
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None
-    """Buffers for copies to a GPU. None on a CPU, where files are read into the stage's slot directly."""
+    """Buffers through which the files are copied to a GPU. None on a CPU, where files are read directly into
+    the stage's slot (its memory on the device)."""
     blocks = True
 
     @property
@@ -281,7 +286,8 @@ class MappedStage:
         return out
 
     def _read(self, start: int, out: Tensor) -> None:
-        """Read the stage's bytes from `start` on into `out`. Gaps between parameters are not written."""
+        """Read the stage's bytes from `start` on into `out`. Gaps between parameters in `out` stay as they
+        are."""
         for part in self.parts:
             part.read(start, out)
 

@@ -61,7 +61,7 @@ ALIGNMENT = 16
 multiples of it, so matrices that share their input remain contiguous."""
 
 MappedWeights = Mapping[str, tuple[MappedTensor, ...]]
-"""Maps each parameter of a model to the tensors in files that it consists of."""
+"""Maps each parameter of a model to the tensors in memory-mapped files that it consists of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,19 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """All stages of this worker as one base. Parameters of streamed layers are views of ranges of `arena`."""
+    """All stages (runs of consecutive layers) of this worker as one base. Parameters of streamed layers are
+    views of ranges of `arena`."""
     part: WorkerLayout
     sources: Mapping[int, StageSource]
-    """Maps each streamed stage to the source of its bytes. Resident stages are absent."""
+    """Maps each streamed stage to the source in host memory or files from which its bytes are copied. Stages
+    that stay on the device are absent."""
     arena: Tensor
-    """Device memory of all slots, uint8 [slots, bytes]. Each holds one streamed stage at a time."""
+    """Device memory of all slots, uint8 [slots, bytes]. A slot holds one streamed stage (consecutive layers)
+    at a time."""
 
     @cached_property
     def stages(self) -> tuple[Base, ...]:
-        """Stages of the base, each a separate `Base` over the same modules."""
+        """Stages (runs of consecutive layers) of the base, each a separate `Base` over the same modules."""
         return tuple(
             make_stage_view(self.whole, self.part.stage_range(n)) for n in range(len(self.part.stages))
         )
@@ -104,7 +107,8 @@ class StreamedBase:
         return self.arena[self.part.slot_of_stage(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
-        """Assert that the parameters of streamed layers still are views of their slots, not copies."""
+        """Assert that the parameters of streamed layers are still views of their slots (ranges of `arena`),
+        not copies."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed_stages:
             for piece in _weight_pieces(self.whole.model, self.part.stage_range(stage)):
@@ -120,9 +124,10 @@ def load_streamed(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Load a worker's stages from the base's files, or only its shard of them if `team`, the workers that
-    divide every layer, is given. Each tensor is read directly to its final location: the device, or host
-    memory if streamed. With `keeps_files_mapped`, streamed tensors stay in the files."""
+    """Load a worker's stages (runs of consecutive layers) from the base's files. If `team`, the workers that
+    divide every layer, is given, only this worker's shard of the stages is loaded. Each tensor is read
+    directly to its final location: the device, or host memory if streamed. With `keeps_files_mapped`,
+    streamed tensors stay in the files."""
     if team is not None:
         refuse_sharding(spec, team.shards)
     model, files = outline_model(spec, device)
@@ -163,8 +168,9 @@ def stream_model(
     worker: int = 0,
     team: ShardTeam | None = None,
 ) -> StreamedBase:
-    """Build a streamed base from a worker's stages of a model in memory, which is consumed. If `team`, the
-    workers that divide every layer, is given, the base has only this worker's shard of the stages."""
+    """Build a streamed base from a worker's stages (runs of consecutive layers) of a model in memory, which
+    is consumed. If `team`, the workers that divide every layer, is given, the base has only this worker's
+    shard of the stages."""
     refuse_unknown_family(model.config, spec.model)
     part = layout.for_worker(worker)
     shard = None if team is None else cut_model(model, spec, team, _layers_per_stage(part))
@@ -178,12 +184,13 @@ def stream_model(
 
 
 def _layers_per_stage(part: WorkerLayout) -> list[LayerRange]:
-    """Return the layers of each stage of a worker."""
+    """Return the range of layers of each of a worker's stages."""
     return [part.stage_range(stage) for stage in part.own_stages]
 
 
 def _drop_other_stages(model: PreTrainedModel, part: WorkerLayout) -> ModelShape:
-    """Remove the stages of other workers from a model, and return the shape of the whole model."""
+    """Remove the stages (layers) of other workers from a model, and return the shape (sizes) of the whole
+    model as it was before."""
     whole = model_shape(model, matrix_dtype(model))
     keep_stages(model, *_layers_per_stage(part))
     return whole
@@ -250,8 +257,8 @@ def _use_expandable_segments(device: torch.device) -> None:
 def _stages_in_memory(
     pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
-    """Load the streamed stages into one buffer of host memory, each into a contiguous range. Return these
-    ranges by stage number."""
+    """Load the streamed stages (runs of consecutive layers) into one buffer of host memory, each into a
+    contiguous range. Return these ranges by stage number."""
     starts, total = {}, 0
     for stage, found in pieces.items():
         starts[stage] = total
@@ -283,9 +290,9 @@ def _stages_in_files(
 
 
 def _weight_pieces(model: PreTrainedModel, layer_range: LayerRange) -> list[WeightPiece]:
-    """Return the position of each parameter in the bytes of a stage. The order in each layer is: quantised
-    weights, each with its tensors together; matrices, with those that share their input adjacent; biases;
-    norms."""
+    """Return the name, shape and position of each parameter in the bytes of a stage, the layers of
+    `layer_range`. The order in each layer is: quantised weights, each with its tensors together; matrices,
+    with those that share their input adjacent; biases; norms."""
     pieces: list[WeightPiece] = []
     start = 0
     beside = weights_by_part(model)
@@ -313,7 +320,8 @@ def _layers_path(model: PreTrainedModel) -> str:
 def _load_resident(
     model: PreTrainedModel, device: torch.device, streamed_names: set[str], fill: Fill
 ) -> None:
-    """Copy all parameters that are not streamed to the device. A tied head stays tied."""
+    """Copy all parameters that are not streamed to the device. A head that is tied to the embedding stays
+    tied."""
     device_parameters: dict[int, nn.Parameter] = {}
     for name, value in list(model.named_parameters(remove_duplicate=False)):
         if name in streamed_names:
@@ -339,7 +347,8 @@ def _set_parameter(model: PreTrainedModel, name: str, value: Tensor) -> nn.Param
 
 
 def make_stage_view(base: Base, layer_range: LayerRange) -> Base:
-    """Return one stage of a base over the same modules, without the modules of other stages."""
+    """Return a base that has only the layers of one stage, `layer_range`, of `base`. Both share the modules
+    of these layers."""
     model = cast(PreTrainedModel, _shallow_copy(base.model))
     parent: nn.Module = model
     for name in _layers_path(base.model).split("."):

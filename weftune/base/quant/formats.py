@@ -39,7 +39,8 @@ CODE = (
 )  # fmt: skip
 """The values of NF4: quantiles of the normal distribution, rounded as in Dettmers et al. (2023)."""
 READ_VALUES = 1 << 24
-"""Number of values that are quantised at a time: a multiple of both block sizes, or whole rows."""
+"""Number of values that are quantised at a time: a multiple of both block sizes, or, for formats with one
+scale per row, whole rows."""
 PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Maps a device type to the number of values that plain torch dequantises at a time: the intermediate values
 fit a CPU's caches, or keep a GPU busy, and are small compared to the matrix."""
@@ -61,14 +62,15 @@ class Int8:
     codes = torch.int8
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Return the tensors of a quantised matrix by name, on the meta device. The largest is `weight`."""
+        """Return the tensors that store a quantised [outputs, inputs] matrix, by name, on the meta device.
+        The largest is `weight`."""
         return {
             "weight": _meta_tensor(self.codes, outputs, inputs),
             "scale": _meta_tensor(torch.float32, outputs),
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        """Quantise a matrix into the tensors of `parts`, on the matrix's device."""
+        """Quantise a matrix, and return the tensors that store it, by name, on the matrix's device."""
         codes_NK = torch.empty(weight_NK.shape, dtype=self.codes, device=weight_NK.device)
         scale_N = torch.empty(len(weight_NK), device=weight_NK.device)
         rows = max(1, READ_VALUES // weight_NK.shape[1])
@@ -89,8 +91,8 @@ class Int8:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]]:
-        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
-        dequantise to the same values as in the whole matrix."""
+        """Cut a part (some rows or columns) out of a quantised matrix of this shape. Return the part's format
+        and tensors, which dequantise to the same values as in the whole matrix."""
         kept = indices_in_whole(part, parts["weight"].device)
         # Torch does not select 8-bit floats on every device, but it does select their bytes.
         codes_NK = parts["weight"].view(torch.uint8).index_select(1 if part.cuts_inputs else 0, kept)
@@ -98,7 +100,8 @@ class Int8:
         return self, {"weight": codes_NK.view(self.codes), "scale": scale_N}
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        """Dequantise `parts` into `out_NK`, which is contiguous, in its dtype."""
+        """Dequantise the matrix that the tensors `parts` store into `out_NK`, a contiguous tensor, in the
+        dtype of `out_NK`."""
         rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
         pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
         for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
@@ -129,7 +132,8 @@ class Fp8(Int8):
 @dataclass(frozen=True, slots=True)
 class Nf4:
     is_nested: bool = True
-    """Whether the maxima of blocks are quantised too (double quantisation). False for files without it."""
+    """Whether the maxima of blocks are quantised too (double quantisation). False for files that store the
+    maxima as they are."""
 
     @property
     def name(self) -> Quantize:
@@ -171,9 +175,10 @@ class Nf4:
     def cut_part(
         self, parts: Mapping[str, Tensor], shape: tuple[int, int], part: SiteSlice
     ) -> tuple[WeightFormat, dict[str, Tensor]] | None:
-        """Cut a part out of a quantised matrix of this shape. Return the part's format and tensors, which
-        dequantise to the same values as in the whole matrix. None if the part is not made of whole blocks.
-        The maxima of a part are not quantised, since their own blocks do not end where the part does."""
+        """Cut a part (some rows or columns) out of a quantised matrix of this shape. Return the part's format
+        and tensors, which dequantise to the same values as in the whole matrix. None if the part is not made
+        of whole blocks. The maxima of a part are not quantised, since their own blocks do not end where the
+        part does."""
         outputs, inputs = shape
         edges = [edge * (1 if part.cuts_inputs else inputs) for one in part.ranges for edge in one]
         if outputs * inputs % NF4_BLOCK or any(edge % NF4_BLOCK for edge in edges):
@@ -193,7 +198,8 @@ class Nf4:
         }
 
     def _block_maxima(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the maximum of each block."""
+        """Return the largest absolute value of each block, dequantised if the maxima are quantised as
+        well."""
         if not self.is_nested:
             return parts["absmax"]
         values_B = parts["nested_code"].index_select(0, parts["absmax"].int())
@@ -217,7 +223,7 @@ class Nf4:
 
 
 WeightFormat = Int8 | Nf4
-"""Any quantisation format. Fp8 is a subclass of Int8."""
+"""Any quantisation format of a weight: int8, nf4 or fp8, which is a subclass of Int8."""
 
 
 def _quantise_blocks(values: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

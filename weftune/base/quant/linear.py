@@ -31,7 +31,8 @@ from weftune.core.weights import (
 FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}
 
 Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
-"""Function (format, its tensors, out_NK) that writes the dequantised matrix into out_NK."""
+"""Function that writes a dequantised matrix into a given tensor. Its arguments are the quantisation format,
+the tensors of the quantised matrix, and `out_NK`."""
 
 
 def dequantise_plain(weight_format: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
@@ -39,8 +40,8 @@ def dequantise_plain(weight_format: WeightFormat, parts: Mapping[str, Tensor], o
 
 
 class QuantLinear(nn.Linear):
-    """A linear with a quantised weight. It dequantises the weight in every forward and again in the backward,
-    unless products are computed from the codes directly."""
+    """A linear with a quantised weight. The linear dequantises the weight in every forward and again in the
+    backward, unless products are computed from the codes directly."""
 
     def __init__(
         self,
@@ -51,19 +52,19 @@ class QuantLinear(nn.Linear):
         device: torch.device,
         fan_in_fan_out: bool = False,
     ) -> None:
-        """Create the linear without values. `shape` is (outputs, inputs), and `dtype` that of the dequantised
-        matrix; `fan_in_fan_out` says that the original weight was stored as [K, N]."""
+        """Create the linear without values. `shape` is (outputs, inputs), and `dtype` is the dtype of the
+        dequantised matrix; `fan_in_fan_out` says that the original weight was stored as [K, N]."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.form, self.matrix_dtype, self.fan_in_fan_out = weight_format, dtype, fan_in_fan_out
         self.dequantise: Dequantise = dequantise_plain
         self.multiply: MultiplyCodes = multiply_codes
-        """Function that multiplies by codes. `set_weight_functions` replaces this function and `dequantise`
-        by kernels."""
+        """Function that computes products with the weight's codes (its quantised values).
+        `set_weight_functions` replaces this function and `dequantise` by kernels."""
         self.input_maxima: WholeMaxima | None = None
         self.output_maxima: WholeMaxima | None = None
-        """Functions that combine the largest values of rows over all shards: of rows of inputs, and of rows
-        of output gradients. None unless shards divide these rows."""
+        """Functions that combine the maxima of rows over all shards (tensor parallelism), one for inputs and
+        one for output gradients. None unless shards divide these rows."""
         stored = weight_format.parts(*shape)
         self._parts = tuple(stored)
         for name, part in stored.items():
@@ -74,7 +75,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of the quantised weight, by name."""
+        """Tensors that store the quantised weight, by name."""
         return {
             name: value for name, value in self._parameters.items() if name != "bias" and value is not None
         }
@@ -87,14 +88,14 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def build_matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the dequantised matrix of `parts`, on their device."""
+        """Return the dequantised matrix that the tensors `parts` store, on their device."""
         shape, device = (self.out_features, self.in_features), parts["weight"].device
         out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
         self.form.write(parts, out_NK)
         return out_NK
 
     def set_parts(self, values: Mapping[str, Tensor]) -> None:
-        """Set the tensors of the quantised weight."""
+        """Replace the tensors that store the quantised weight."""
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
@@ -104,8 +105,8 @@ class QuantLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantWeight:
-    """The weight of a `QuantLinear`. It looks up the module's tensors on every use, since they may be
-    replaced."""
+    """The weight of a `QuantLinear`. This object looks up the module's tensors on every use, since the
+    tensors may be replaced."""
 
     module: QuantLinear
 
@@ -133,7 +134,7 @@ class QuantWeight:
 
 
 class Fp8Weight(QuantWeight):
-    """An fp8 weight. Products are computed from its codes directly; see `CodedWeight`."""
+    """An fp8 weight, whose products are computed from its 8-bit codes without dequantising the matrix."""
 
     def codes(self) -> Tensor:
         return self.module.weight
@@ -187,9 +188,9 @@ def quantise_linears(model: PreTrainedModel, formats: Mapping[str, WeightFormat]
 
 
 def cut_quantised(linear: QuantLinear, parts: Mapping[str, Tensor], part: SiteSlice) -> nn.Linear:
-    """Return a linear without a bias for a part of a quantised linear, such as some of its rows. Its weight
-    dequantises to the same values, and it is quantised if the part is made of whole blocks, otherwise plain.
-    `parts` are the tensors of the whole weight."""
+    """Return a linear without a bias for a part of a quantised linear, such as some of its rows. The part's
+    weight has the same dequantised values. The new linear is quantised if the part consists of whole blocks,
+    and plain otherwise. `parts` are the tensors of the whole weight."""
     shape = (linear.out_features, linear.in_features)
     outputs, inputs = (shape[0], part.size) if part.cuts_inputs else (part.size, shape[1])
     meta = torch.device("meta")
@@ -211,7 +212,8 @@ def set_weight_functions(
     dequantise: Dequantise = dequantise_plain,
     multiply: MultiplyCodes = multiply_codes,
 ) -> None:
-    """Set the functions with which all quantised linears of `model` dequantise and multiply."""
+    """Set the functions by which all quantised linears of `model` dequantise their weights and multiply by
+    them."""
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.dequantise, module.multiply = dequantise, multiply
@@ -251,7 +253,7 @@ def _plain_linear(module: QuantLinear) -> nn.Module:
 
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which forward and backward passes of the model compute. It may differ from that of
-    some tensors of quantised weights, which are always float32."""
+    """Return the dtype in which forward and backward passes of the model compute. Some tensors of quantised
+    weights have another dtype, since they are always float32."""
     quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
     return next((module.matrix_dtype for module in quantised), None) or model.dtype

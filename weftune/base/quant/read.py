@@ -26,10 +26,11 @@ STORED_PARTS = {
     "nested_absmax": ".nested_absmax",
     "nested_code": ".nested_quant_map",
 }
-"""Maps Weftune's name of a tensor to the suffix that bitsandbytes appends to the name of the matrix."""
+"""Maps Weftune's name of each tensor of a quantised matrix to the suffix that bitsandbytes appends to the
+name of the matrix."""
 
 ReadTensor = Callable[[str], Tensor]
-"""Function that returns a tensor of the files by its name."""
+"""Function that returns a tensor of a base's weight files by the tensor's name."""
 
 
 def is_stored_weight(name: str, stored: Collection[str]) -> bool:
@@ -57,8 +58,9 @@ def weights_by_part(model: PreTrainedModel) -> dict[str, str]:
 
 
 class QuantReader:
-    """A callable that writes a parameter of a model, by its name, into a tensor. The tensors of a weight
-    should be requested one after another, since only those of the last weight are cached."""
+    """A callable that writes a parameter of a model, given by its name, into a tensor, and quantises it on
+    the way if necessary. The tensors of one quantised weight should be requested consecutively, since only
+    those of the latest weight are cached."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class QuantReader:
         read: ReadTensor,
         device: torch.device,
     ) -> None:
-        """Create a reader. `names` maps the path of each quantised linear to the name of its matrix in files.
-        Matrices are quantised on `device` even if they are kept elsewhere, so that the result has the same
-        bits."""
+        """Create a reader. `names` maps the path of each quantised linear to the name of the linear's matrix
+        in files. Matrices are quantised on `device` even if they are kept elsewhere, so that the result has
+        the same bits."""
         self._linears = {path: module for path, module in model.named_modules() if path in names}
         self._names, self._stored, self._read, self._device = names, stored, read, device
         self._path, self._parts = "", dict[str, Tensor]()
@@ -102,7 +104,8 @@ class QuantReader:
 
 
 def stored_format(name: str, stored: Collection[str]) -> Nf4:
-    """Return the format of a matrix that bitsandbytes has quantised."""
+    """Return the quantisation format of a matrix that bitsandbytes has quantised, from the names of its
+    tensors in files."""
     return Nf4(is_nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
 
 

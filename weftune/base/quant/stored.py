@@ -1,5 +1,5 @@
-"""The quantisation of a base, from its spec or its config, and the size of its weights in bytes. This module
-does not import torch, which commands that only compute sizes do not need."""
+"""The quantisation of a base model's weights, from the user's spec or the model's config, and the size of the
+weights in bytes. This module does not import torch, which commands that only compute sizes do not need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 bitsandbytes."""
 NF4_CODES, NESTED_CODES = 16, 256
 MULTIPLIED_AS_STORED: tuple[Quantize, ...] = ("fp8",)
-"""Formats for which products are computed from the codes directly, without dequantising the matrix."""
+"""Quantisation formats for which matrix products are computed from the 8-bit codes directly, without
+dequantising the matrix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ CHATML = "chatml"
 
 
 Locate = Callable[[Path, str], str]
-"""Function that resolves a path relative to a folder, or raises ValueError with the message for the user."""
+"""Function that resolves a path relative to a folder, and raises ValueError with a message for the user if it
+cannot."""
 
 
 def is_hub_id(text: str) -> bool:
@@ -67,7 +68,8 @@ def path_exists(path: Path) -> bool:
 
 
 def missing_path_message(folder: Path, text: str, description: str = "file") -> str:
-    """Return the error message for a path that does not exist. It names the most similar existing file."""
+    """Return the error message for a path that does not exist. The message names the most similar existing
+    file."""
     if "\0" in text:
         return "holds a zero byte, which no path can"
     path = resolve_path(folder, text)
@@ -140,7 +142,7 @@ def locate_adapter(folder: Path, text: str) -> str:
 
 Record = TypeVar("Record")
 TOKEN = Bound(is_integer=True, at_least=0, at_most=2**31 - 1)
-"""Allowed range of a token id."""
+"""Allowed range of a token id in the keys of a job."""
 
 
 def build_job(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Mistake]]:
@@ -205,7 +207,8 @@ def _set_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_have_head(adapter: Any) -> bool:
-    """Return whether the files of an adapter with these keys can contain a scalar head."""
+    """Return whether the files of the adapter that a job starts from can contain a scalar head, judging by
+    the keys of the job's adapter."""
     kind = adapter.get("kind", "lora") if isinstance(adapter, Mapping) else None
     return isinstance(kind, str) and kind in KINDS and issubclass(KINDS[kind], LoraSpec)
 
@@ -290,8 +293,8 @@ def _resolve_paths(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any]
 
 
 def _contradiction_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield the errors in a job's name, and in keys that are valid by themselves but contradict each
-    other."""
+    """Yield the errors in a job's name, and an error for each set of keys that are valid by themselves but
+    contradict each other."""
     if "name" in values and (sentence := name_fault(values["name"])):
         yield Fault(("name",), sentence)
     if values.get("epochs") is not None and values.get("steps") is not None:
@@ -477,8 +480,8 @@ def _layer_faults(layers: Any) -> Iterator[Fault]:
 
 
 def _expression_faults(text: str, expression: str, location: Loc) -> Iterator[Fault]:
-    """Yield an error if `expression` is not a valid regular expression. Messages quote `text`, the part of
-    the expression that the user wrote."""
+    """Yield an error if `expression` is not a valid regular expression. The message quotes `text`, the part
+    of the expression that the user wrote."""
     if not text:
         yield Fault(location, "must not be empty")
     if slow := slow_pattern_error([expression]):

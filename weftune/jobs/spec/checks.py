@@ -1,7 +1,7 @@
 """Checks of jobs against the base and the other jobs of the run.
 
-Examples are targets that match nothing, samples longer than the base's context, ranks larger than a layer's
-width, and jobs that start from incompatible adapters."""
+Errors that they find are, for example, targets that match nothing, samples longer than the base's context,
+ranks larger than a layer's width, and jobs that start from incompatible adapters."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.cost.memory import format_bytes
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
-"""Learning rate and weight decay above which a warning says that the value may be a typing error. A step of
-Adam changes every weight by about the learning rate."""
+"""Thresholds of the learning rate and of the weight decay. A value above its threshold causes a warning that
+it may be a typing error."""
 MIN_TOKENS = 2
-"""Minimum number of tokens in a sample: the second token is predicted from the first."""
+"""Minimum number of tokens in a sample. With fewer, no token could be predicted from an earlier one."""
 NAMED = 4
-"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
+"""Maximum number of jobs that a message names. If there are more, the message gives their number instead."""
 
 
 def check_on_base(
     jobs: Sequence[JobSpec], shape: ModelShape, base: BaseSpec, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return the errors in a run's jobs that can be found from the shape of its base, such as targets that
-    match no linear."""
+    """Return the errors in a run's jobs that can be found from the shape (sizes and module names) of the base
+    model, such as targets that match no linear."""
     return [
         *check_targets(jobs, shape, locate),
         *check_lengths(jobs, shape, base, locate),
@@ -79,7 +79,7 @@ def check_lengths(
 
 
 def _longer_context_advice(length: int, shape: ModelShape, base: BaseSpec) -> str:
-    """Return advice on how to extend the base's context to `length` tokens."""
+    """Return advice for the user on how to extend the base model's context to `length` tokens."""
     if shape.unscaled_context is None:
         return "choose another base, for the positions of this one cannot be scaled"
     factor = math.ceil(length / shape.unscaled_context)
@@ -89,8 +89,8 @@ def _longer_context_advice(length: int, shape: ModelShape, base: BaseSpec) -> st
 
 
 def _adapter_faults(adapter: TargetSpec, shape: ModelShape) -> Iterator[Fault]:
-    """Yield the errors in an adapter's spec that depend on the base. Locations of keys are relative to the
-    key `adapter`."""
+    """Yield the errors in an adapter's spec that depend on the base model. Locations in the errors are
+    relative to the key `adapter`."""
     names = [site.name for site in shape.sites]
     wrong = [
         Fault(key, slow)
@@ -208,7 +208,7 @@ def _expert_parameters(shape: ModelShape) -> str:
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
-    """Return warnings about jobs that are valid but may not be what the user intended, one sentence per
+    """Return warnings about jobs that are valid but may not do what the user intended, one sentence per
     warning."""
     adapters = {job.name: job.adapter for job in jobs}
     return merge_repeated_sentences(
@@ -227,8 +227,8 @@ def rope_warnings(jobs: Sequence[JobSpec], base: BaseSpec) -> list[str]:
 def data_warnings(
     job: JobSpec, samples: int, steps: int, evaluates_trained_rows: bool = False
 ) -> Iterator[str]:
-    """Yield warnings that depend on the number of samples, the number of steps, and whether all evaluation
-    rows are also trained on."""
+    """Yield warnings about a job that depend on its number of samples, its number of steps, and whether all
+    its evaluation rows are also trained on."""
     if evaluates_trained_rows:
         yield (
             "every row of its evaluation is also a training row, so its validation loss does not show what "
@@ -340,7 +340,9 @@ def _lora_warnings(
 def _source_adapter(
     adapter: LoraSpec, sites: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
-    """Return the spec of the adapter that a job starts from, in a folder or among `adapters`."""
+    """Return the spec of the adapter that a job starts from, whether this is in a folder or belongs to
+    another job in `adapters`. None if the job starts from no LoRA adapter, or from one that cannot be
+    read."""
     if not isinstance(adapter.init_from, str):
         other = adapters.get(source_job(adapter))
         return other if isinstance(other, LoraSpec) else None
@@ -372,14 +374,15 @@ def _max_rank(site: SiteShape) -> int:
 
 SOURCE: Loc = ("adapter", "init_from", "job")
 MAX_NAMED = 8
-"""Maximum number of jobs that a message names. If there are more, it gives their number instead."""
+"""Maximum number of jobs that a message names. If there are more, the message gives their number instead."""
 
 
 def name_faults(
     jobs: Sequence[JobSpec], known_names: Sequence[str], trials: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each job that cannot start from the adapter of the job that it names, with the error message.
-    `known_names` are all names of the run, and `trials` maps the names of trials to their sweeps."""
+    """Yield each job that names another job to start from but cannot start from that job's adapter, with the
+    error message. `known_names` are all names of the run, and `trials` maps the names of trials (jobs of a
+    sweep) to their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_job(job.adapter))}
     trials = trials or {}
     told: set[str] = set()
@@ -435,8 +438,8 @@ def check_names(
 def check_starts(
     jobs: Sequence[JobSpec], shape: ModelShape, locate: Callable[..., str] = locate_in_job
 ) -> list[Mistake]:
-    """Return an error for every job that starts from the adapter of another job whose linears or ranks
-    differ."""
+    """Return an error for every job that starts from another job's adapter although the two adapters differ
+    in linears or ranks."""
     adapters = {job.name: job.adapter for job in jobs}
     return [
         Mistake(locate(job.name, *SOURCE), sentence)

@@ -1,8 +1,8 @@
 """The keys of jobs.yaml, the rules for names of jobs, and the error messages for unknown keys and invalid
 names.
 
-Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for those, the message names
-the corresponding key of Weftune.
+Many users know the keys of PEFT, TRL, transformers, Axolotl and LLaMA-Factory: for such a key, the message
+names the corresponding key of Weftune.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 from weftune.objectives.spec import OBJECTIVES, ObjectiveSpec
 
 CUTOFF = 0.8
-"""Minimum similarity, from 0 to 1, of a suggested word to a misspelled one. It is above 0.75, since words of
-four letters that differ in one letter, such as dora and lora, may be unrelated."""
+"""Minimum similarity, from 0 to 1, of a suggested word to a misspelled one. The value is above 0.75, since
+words of four letters that differ in one letter, such as dora and lora, may be unrelated."""
 MIN_LETTERS = 3
 
 
@@ -74,7 +74,7 @@ def name_fault(name: Any) -> str | None:
 
 
 def repeated_names(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the index of every name that an earlier job has too, with the error message."""
+    """Yield the index of every name in `names` that an earlier job has too, with the error message."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         if not isinstance(name, str):
@@ -184,8 +184,8 @@ def shared_value_reason(location: Sequence[str | int]) -> str | None:
 
 
 INNER = ("source", "generate", "halving", "init_from", "rope_scaling")
-"""Sections of jobs.yaml that are nested in other sections. Their keys are not suggested for unknown keys
-elsewhere."""
+"""Names of the sections of jobs.yaml that are inside other sections. Their keys are not suggested as
+corrections outside these sections."""
 
 FOREIGN: Mapping[str, str] = {
     "adapter.rank": "r lora_r lora_rank",
@@ -270,7 +270,7 @@ _ADVICE: Mapping[str, str] = {
     "early_terminate pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
 }
 ADVICE = {key: sentence for keys, sentence in _ADVICE.items() for key in keys.split()}
-"""Maps keys of other tools that Weftune has under another name to additional advice for the error message."""
+"""Maps keys of other tools that have another name in Weftune to additional advice for the error message."""
 
 _ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",

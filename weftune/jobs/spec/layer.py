@@ -1,5 +1,5 @@
-"""The keys of a job as the user wrote them, with the file and line of each. Shorthands are expanded, and the
-keys are merged over the defaults."""
+"""The keys of a job as the user wrote them, with the file and line of each key. Shorthands are expanded, and
+the keys are merged over the defaults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Loc = tuple[str | int, ...]
 """Location of a value as keys and indices: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""Key of rows that are passed from Python. Checks of a job never inspect them, since there may be
-millions."""
+"""Name of a job's key whose value is rows that are passed from Python. Checks of a job never inspect them,
+since there may be millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ Places = dict[Loc, Place]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in a value whose file and line are not known yet: the value's location in the job, and the
-    message."""
+    """An error in a value of a job whose file and line are not known yet. The record has the value's location
+    in the job, and a message."""
 
     loc: Loc
     sentence: str
@@ -101,8 +101,8 @@ def find_source_location(places: Places, location: Loc) -> Place:
 
 
 def nest_source_locations(places: Places, outer_location: Loc, key: str) -> None:
-    """Move the source locations of all values at `outer_location` one level deeper, under `key`, since a
-    shorthand was expanded."""
+    """Move the source locations of all values at `outer_location` one level deeper, under `key`, since the
+    shorthand at this location was expanded."""
     for loc, place in list(places.items()):
         if loc[: len(outer_location)] == outer_location:
             places[(*outer_location, key, *loc[len(outer_location) :])] = place
@@ -115,8 +115,8 @@ def sort_mistakes(mistakes: list[Mistake]) -> list[Mistake]:
 
 
 ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
-"""Maps a section of a job to two of its keys that exclude each other. If a job sets one of the two keys, the
-other key is removed from the job's defaults."""
+"""Maps the location of a section of a job to two keys of the section that exclude each other. If a job sets
+one of them, the default of the other is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class Layer:
 
 
 def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
-    """Return keys and their source locations with shorthands expanded, so that they can be merged with
-    defaults key by key."""
+    """Return a job's keys and their source locations with shorthands (such as a path instead of a mapping)
+    expanded, so that the keys can be merged with defaults one by one."""
     whole, places = dict(values), dict(places)
     data = whole.get("data")
     if isinstance(data, str | list | tuple):
@@ -153,8 +153,8 @@ def expand_shorthands(values: Mapping[str, Any], places: Places) -> Layer:
 
 
 def merge_over_defaults(defaults: Layer, layer: Layer) -> Layer:
-    """Return the keys of `layer` merged over `defaults`. Mappings are merged recursively, and all other
-    values are replaced."""
+    """Return the keys of `layer` merged over those of `defaults`. Where both have a mapping, the mappings are
+    merged recursively; any other value of `layer` replaces the default."""
     values = _merge_values_at(defaults.values, layer.values, ())
     places = {loc: place for loc, place in defaults.places.items() if loc and _has_value(values, loc)}
     return Layer(values, places | layer.places)
@@ -181,8 +181,8 @@ def _has_value(values: Any, location: Loc) -> bool:
 
 
 def keys_from_keywords(keywords: Mapping[str, Any]) -> Layer:
-    """Return the keyword arguments of a `JobSpec` in the form that a job with these keys has when it is read
-    from a file."""
+    """Return the keyword arguments of a `JobSpec` as plain keys and values, in the form in which a job is
+    read from a file."""
     values = dict(keywords)
     if is_row_data(values.get("data")):
         values["data"] = {ROWS: values["data"]}
@@ -191,8 +191,8 @@ def keys_from_keywords(keywords: Mapping[str, Any]) -> Layer:
 
 
 def is_row_data(data: Any) -> bool:
-    """Return whether the list `data` contains rows. Otherwise it is a mixture of datasets: paths, or {path,
-    weight}."""
+    """Return whether the list `data` contains rows. A list without rows is a mixture of datasets: paths, or
+    {path, weight}."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_data_source(item) for item in data)
     is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)

@@ -1,7 +1,5 @@
-"""A YAML file as plain values, with the line of every key.
-
-Numbers and booleans follow YAML 1.2, so that `2e-4` is a number, while `no` and dates are strings.
-"""
+"""A YAML file as plain values, with the line of every key. Numbers and booleans follow YAML 1.2: `2e-4` is a
+number, and `no` and dates are strings."""
 
 from __future__ import annotations
 

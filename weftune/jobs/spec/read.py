@@ -45,8 +45,8 @@ from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
-"""Number of values that `defaults` in a jobs file may have, however few jobs there are. A job has about 40
-keys."""
+"""Number of values that `defaults` in a jobs file may always have, however few jobs there are. A job has
+about 40 keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -54,7 +54,8 @@ ShapeOf = Callable[[BaseSpec], ModelShape | None]
 
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
     """Read a jobs file, or raise one SpecError with all errors in it. If `shape_of` is given, the targets of
-    adapters are checked too. It returns the shape of a base, or None if that is unknown."""
+    adapters are checked too. `shape_of` is a function that returns the shape (sizes and module names) of a
+    base model, or None if that is unknown."""
     path = Path(path)
     document = read_yaml(path)
     reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
@@ -62,8 +63,8 @@ def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
 
 
 def read_added_run(text: str, path: Path, known_jobs: Sequence[str]) -> RunSpec:
-    """Read the content of a jobs file whose jobs are added to a run. They may start from the adapters of the
-    run's jobs, `known_jobs`."""
+    """Read the content of a jobs file whose jobs are added to a run. The added jobs may start from the
+    adapters of `known_jobs`, the jobs of the run."""
     document = parse_yaml(text, path.name)
     reader = _Reader(path.name, path.parent, document.lines, document.faults, known_jobs=known_jobs)
     return reader.run(document.values, path)
@@ -89,7 +90,7 @@ class _Reader:
     folder: Path
     lines: Mapping[Loc, int]
     yaml_mistakes: list[Mistake]
-    """Errors in the YAML syntax. No other errors are reported for the same values."""
+    """Errors in the YAML syntax. No other errors are reported for values with such an error."""
     shape_of: ShapeOf | None = None
     known_jobs: Sequence[str] = ()
     """Names of jobs outside the jobs file from whose adapters its jobs may start."""
@@ -134,7 +135,8 @@ class _Reader:
             raise SpecError([*sort_mistakes(mistakes), *dict.fromkeys(more_mistakes)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
-        """Return the errors in the targets of adapters, or one error if the base cannot be inspected."""
+        """Return the errors in the targets of adapters (patterns of module names), or one error if the base
+        model cannot be inspected."""
         if self.shape_of is None or not run.jobs:
             return ()
         try:

@@ -32,7 +32,7 @@ or the shape of its adapter."""
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A user's request to resume a stopped job, as recorded in job.yaml."""
+    """A user's request to resume a stopped job with changed settings, as recorded in the job's job.yaml."""
 
     step: int
     """Step from which the job resumed."""
@@ -102,9 +102,9 @@ def apply_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 
 def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
-    """Return a job that was read from the jobs file again, with the changes of its earlier retries. A change
-    is not applied if the file contains neither the old nor the new value of the key: the value in the file is
-    then refused later as an edit."""
+    """Return a job that was read from the jobs file again, with the changes that the user requested in
+    earlier retries. A change is not applied if the file contains neither the old nor the new value of the
+    key: the file's value is then refused later as an edit."""
     known: dict[str, list[Any]] = {}
     for retry in retries:
         for key, change in retry["changed"].items():
@@ -116,8 +116,8 @@ def apply_retries(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec
 
 
 def new_retry(old_values: Mapping[str, Any], new_values: Mapping[str, Any], step: int, reason: str) -> Retry:
-    """Create a Retry from the job's keys before (`old_values`, as in job.yaml) and after the change
-    (`new_values`)."""
+    """Create the record of a retry (a user's request to resume a stopped job) from the job's keys before
+    (`old_values`, as in job.yaml) and after the change (`new_values`)."""
     changed = {
         key: (find_value(old_values, key), find_value(new_values, key))
         for key in changed_keys(old_values, new_values)
@@ -138,7 +138,8 @@ def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_value(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in a job's keys and values, or None if the job has no such key."""
+    """Return the value of a dotted key, such as `adapter.rank`, in a job's keys and values, or None if the
+    job has no such key."""
     value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -71,7 +71,7 @@ INNER: Mapping[Loc, str] = {
     ("sweep", "halving"): "halving",
     ("base", "rope_scaling"): "rope_scaling",
 }
-"""Maps the location of each section that is nested in another section to the name of the nested section."""
+"""Maps the location of each section of a job that is inside another section to the section's name."""
 
 REQUIRED: Mapping[str, str] = {
     "name": "a name",
@@ -86,7 +86,7 @@ REQUIRED: Mapping[str, str] = {
     "factor": "factor: how many times longer the context becomes, such as 4",
     "patience": "patience: how many evaluations to wait",
 }
-"""Maps each required key to its description in the error message if the key is missing."""
+"""Maps each required key to the description of its value in the error message for a missing key."""
 MISSING = ("missing", "missing_argument")
 ANY = "*"
 """Wildcard in patterns of locations, which matches every key of a mapping and every item of a list."""
@@ -152,7 +152,7 @@ def _validation_fault(location: Loc, item: ErrorDetails, section: str) -> Fault:
 
 
 def find_section(location: Loc, section: str = "job") -> str:
-    """Return the section of the spec whose keys are at `location`."""
+    """Return the name of the section of a job, such as `adapter`, whose keys are at `location`."""
     if not location:
         return section
     return INNER.get(location[:2], str(location[0]))
@@ -195,7 +195,7 @@ BOUNDS: Mapping[Loc, Bound] = {
     **dict(_type_bounds(SweepSpec, ("sweep",))),
     **dict(_type_bounds(RopeScaling, ("base", "rope_scaling"))),
 }
-"""Maps the location of every number in a job, and in the base, to its allowed range."""
+"""Maps the location of every number in a job or in the specification of a base model to its allowed range."""
 
 
 def bound_of_key(location: Loc) -> Bound | None:

@@ -47,9 +47,10 @@ class JobSpec:
     """Number of epochs, 1 by default. None if and only if `steps` is given."""
     steps: int | None = None
     batch_size: int = 16
-    """Number of rows per global batch: samples, or pairs."""
+    """Number of rows per global batch (one optimizer step). A row is a sample or, for preference objectives,
+    a pair of samples."""
     learning_rate: float = SFT_SPEC.learning_rate
-    """Learning rate. The default depends on the objective."""
+    """Peak learning rate of AdamW. The default depends on the objective."""
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
@@ -92,7 +93,8 @@ class RunSpec:
     deterministic: bool = False
     """Whether two runs on the same device give bitwise equal results."""
     jobs: tuple[JobSpec, ...] = ()
-    """Jobs of the run; a job with a sweep is replaced by its trials."""
+    """Jobs of the run. A job with a sweep is replaced by the sweep's trials, one job for each combination of
+    values."""
     sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
@@ -108,7 +110,8 @@ class RunSpec:
 
 
 def locate_in_job(job: str, *location: str | int) -> str:
-    """Return the name in messages of the key at `location`, for a job that was created in Python."""
+    """Return the name that messages use for a key of a job that was created in Python, such as `job a
+    adapter.rank`."""
     return f"job {job} {dotted_name(location)}"
 
 
@@ -163,8 +166,8 @@ def _to_plain_values(record: Any) -> dict[str, Any]:
 
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
-"""Maps each key that older versions of Weftune did not record in job.yaml to the value that they trained
-with."""
+"""Maps each key that older versions of Weftune did not record in job.yaml to the value with which those
+versions trained."""
 ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "target_parameters": [],
     "layers": None,

@@ -1,9 +1,9 @@
 """The inbox of an output folder: files by which `weftune jobs` sends requests to a running `weftune train`.
 
-A request is a file `inbox/*.json`, which the run reads at the end of a window. It deletes the file and writes
-its answer to `inbox/answers`, under the name of the request. Jobs files that were added are kept in
-`inbox/added`, from which `--resume` reads them again. A file that is not a valid request is moved to
-`inbox/refused`.
+A request is a file `inbox/*.json`, which the run reads at the end of a window (a few global batches of every
+job). The run deletes the file and writes an answer to `inbox/answers`, under the name of the request. Jobs
+files that were added are kept in `inbox/added`, from which `--resume` reads them again. A file that is not a
+valid request is moved to `inbox/refused`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class FileRequest:
     job: str = ""
     """Name of the job that the request is about. Empty if a jobs file is to be added."""
     priority: int = 0
-    """New priority of the job, if the request is to change it."""
+    """New priority of the job. None if the request does not change the priority."""
     file: str = ""
     """Absolute path of the jobs file to add. Paths in the file are relative to its folder."""
     text: str = ""
-    """Content of the jobs file. It is recorded because the file may change or disappear before the run is
-    resumed."""
+    """Content of the jobs file. The content is recorded because the file may change or disappear before the
+    run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,8 @@ def rename_damaged_request(request: Path) -> None:
 
 
 def added_runs(output: Path, known_jobs: Iterable[str]) -> Iterator[RunSpec]:
-    """Yield the jobs files that were added to earlier runs into an output folder. Their jobs may start from
-    the adapters of `known_jobs`."""
+    """Yield the parsed content of each jobs file that was added to an earlier run into an output folder. The
+    jobs of such a file may start from the adapters of `known_jobs`."""
     known = list(known_jobs)
     for request in _added_files(output):
         run = read_added_run(request.text, Path(request.file), known)
@@ -168,7 +168,7 @@ def is_active(records: Path) -> bool:
 
 def find_inbox_folder(output: Path, job: str) -> Path:
     """Return the folder with the inbox of the process that trains a job. If several processes train into
-    `output`, each has its own folder."""
+    `output`, each process has a folder of its own."""
     for folder in share_folders(output):
         with suppress(OutputError):
             if job in read_status(folder).jobs:
@@ -178,7 +178,7 @@ def find_inbox_folder(output: Path, job: str) -> Path:
 
 def read_run_status(output: Path) -> RunStatus:
     """Return the status of a run from its output folder, without the statuses of processes among which the
-    jobs are divided. It is empty before the first status is written."""
+    jobs are divided. The status is empty before the first status is written."""
     try:
         return read_status(output)
     except DamagedStatus:

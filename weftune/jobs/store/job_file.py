@@ -1,6 +1,6 @@
 """`job.yaml`, the settings that a job was started with, and the status of jobs rebuilt from their folders.
 
-The file ends with a checksum, and a copy is kept with the checkpoints."""
+The file `job.yaml` ends with a checksum, and a copy of it is kept with the job's checkpoints."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _checksum(text: bytes) -> bytes:
 
 
 def rebuild_status(output: Path, damage_text: str) -> RunStatus:
-    """Rebuild the status of a run from the jobs' folders and metrics. Jobs that failed or were cancelled are
-    recognised only if a damaged status can still be read in part."""
+    """Rebuild the status of a run from the jobs' folders and metrics, if status.json is damaged. Jobs that
+    failed or were cancelled are recognised only if a part of a damaged status can still be read."""
     told = _ended_jobs(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
     lines: dict[str, list[Mapping[str, Any]]] = {}
@@ -132,8 +132,8 @@ def rebuild_status(output: Path, damage_text: str) -> RunStatus:
 
 
 def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
-    """Derive the status of a job from its folder. It is finished if its adapter exists, and otherwise queued.
-    `lines` are the job's lines of metrics, if they have been read already."""
+    """Derive the status of a job from its folder. The job is finished if its adapter exists, and otherwise
+    queued. `lines` are the job's lines of metrics, if they have been read already."""
     if lines is None:
         lines = [line for line in _read_lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
@@ -167,16 +167,16 @@ def status_from_folder(folder: Path, lines: Sequence[Mapping[str, Any]] | None =
 
 
 def _metric_key(spec: Any) -> str:
-    """Return the key under which lines of metrics contain the job's `eval.metric`, or an empty string if it
-    has none."""
+    """Return the key under which lines of metrics contain the job's `eval.metric`, or an empty string if the
+    job has no such metric."""
     held_out = spec.get("eval") if isinstance(spec, Mapping) else None
     metric = held_out.get("metric") if isinstance(held_out, Mapping) else None
     return f"eval_{metric.rpartition(':')[2]}" if isinstance(metric, str) else ""
 
 
 def _ended_jobs(path: Path) -> dict[str, JobStatus]:
-    """Return the jobs that failed or were cancelled according to a damaged status file. These two states are
-    trusted, since damage is unlikely to produce their names."""
+    """Map each job that failed or was cancelled, according to a damaged status file, to its status. Only
+    these two states are trusted, since damage is unlikely to produce their names."""
     found = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         for name, value in json.loads(path.read_bytes())["jobs"].items():

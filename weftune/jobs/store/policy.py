@@ -1,9 +1,9 @@
 """Scheduling policies: the order in which jobs are considered for admission, and jobs that must wait.
 
-A policy is a pure function. It does not decide what fits in memory: it sets the priority and the position of
-every job, by which `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs. A job is preempted
-only by one of higher effective priority, so a policy gives jobs that must not preempt one another the same
-effective priority.
+A policy is a pure function. It does not decide which jobs fit into memory: it sets the priority and the
+position of every job, by which `weftune.jobs.store.scheduler.admit_jobs` admits and preempts jobs. A job is
+preempted only by one of higher effective priority, so a policy gives jobs that must not preempt one another
+the same effective priority.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class QueuedJob:
     deadline: float | None = None
     """Deadline of the job, in seconds since 1970."""
     remaining_seconds: float = 0.0
-    """Predicted seconds until the job ends if it trains from now on."""
+    """Predicted seconds until the job ends if it trains from now on without interruption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +46,29 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The jobs that may train, with the priorities and positions that a scheduling policy has given them."""
+    """The jobs that may train and the jobs that are held back. A scheduling policy has set the priority and
+    position of each job that may train."""
 
     waiting_jobs: tuple[JobShape, ...]
     attached_jobs: tuple[JobShape, ...]
     hold_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each job that must not train in the next window, whether waiting or attached, to the reason."""
+    """Maps each job that must not train now, whether it waits or is attached (trains already), to the
+    reason."""
 
 
 class Policy(Protocol):
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
     ) -> Ranking:
-        """Return the jobs with the priorities and positions by which they are scheduled. `tenant_usage` maps
-        tenants to the tokens that they trained on, and `current_time` is in seconds since 1970."""
+        """Rank the jobs: set the priorities and positions by which the scheduler admits and preempts them.
+        `tenant_usage` maps tenants to the tokens that they trained on, and `current_time` is in seconds since
+        1970."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByPriority:
-    """A policy that orders jobs by priority and, among equals, by submission."""
+    """A policy that orders jobs by priority and, if priorities are equal, by time of submission."""
 
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
@@ -82,8 +85,9 @@ class FairShare:
     so that no job waits forever. A job that would miss its deadline if it waited longer goes before others of
     its priority. Jobs of equal priority are ordered by the tokens that their tenant would have received after
     them: those of the tenant's earlier jobs in this ranking, plus recently trained tokens in multiples of
-    `quantum_tokens`. A tenant with one job is therefore admitted at the next window, whatever number of jobs
-    another tenant has, and tenants that do not fit together take turns that last about `quantum_tokens`.
+    `quantum_tokens`. A tenant with one job is therefore admitted within a few global batches, whatever number
+    of jobs another tenant has, and tenants that do not fit together take turns that last about
+    `quantum_tokens`.
     """
 
     quantum_tokens: int = 500_000
@@ -93,7 +97,7 @@ class FairShare:
     running_jobs: int | None = None
     """Maximum number of jobs of a tenant that train at the same time. None means unlimited."""
     tokens_per_day: int | None = None
-    """Maximum number of tokens per tenant and day. None means unlimited."""
+    """Maximum number of tokens that a tenant's jobs train on per day. None means unlimited."""
 
     def rank(
         self, jobs: Sequence[QueuedJob], tenant_usage: Mapping[str, TenantUsage], current_time: float
@@ -129,8 +133,8 @@ class FairShare:
         return replace(found, hold_reasons=hold_reasons)
 
     def _aged_priority(self, job: QueuedJob, current_time: float) -> tuple[int, bool]:
-        """Return a sort key: the job's negated priority with ageing, and whether the job can wait without
-        missing its deadline."""
+        """Return a sort key of a job: its negated priority, increased with waiting time, and whether the job
+        can wait without missing its deadline."""
         aged = job.shape.priority + int(job.queued_seconds // self.ageing_seconds)
         can_wait = (
             job.deadline is None or current_time + DEADLINE_MARGIN * job.remaining_seconds < job.deadline
@@ -146,13 +150,14 @@ class FairShare:
 
 
 DEADLINE_MARGIN = 1.5
-"""Multiple of a job's predicted remaining time. The job is urgent if less time than that is left until its
-deadline. The factor exceeds 1, since predictions assume that no further jobs are admitted."""
+"""Factor by which a job's predicted remaining time is multiplied. The job is urgent if less time than the
+product is left until its deadline. The factor exceeds 1, since predictions assume that no further jobs are
+admitted."""
 
 
 def ranking(jobs: Sequence[QueuedJob], key: Callable[[QueuedJob], Any]) -> Ranking:
-    """Return the jobs with effective priorities in the order of `key`, where the lowest key comes first. Jobs
-    with equal keys get the same priority and are ordered by submission."""
+    """Return the jobs with effective priorities in the order of their sort keys, where a job with a lower key
+    gets a higher priority. Jobs with equal keys get the same priority and are ordered by submission."""
     levels = {value: -level for level, value in enumerate(sorted({key(job) for job in jobs}))}
     ranked = {
         job.shape.name: replace(job.shape, priority=levels[key(job)], file_position=job.submission_number)

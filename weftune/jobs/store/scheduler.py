@@ -1,9 +1,10 @@
-"""The scheduler: which jobs are admitted at a window boundary, which are preempted, and why the others wait.
+"""The scheduler: which jobs are admitted between two windows (runs of a few global batches of every job),
+which are preempted, and why the others wait.
 
-The rule is implemented in `plan.layout.seats`. Jobs are ordered by priority, attached jobs before waiting
-ones, then by the order of the file. An attached job is preempted (it is saved and queued again) only if that
-lets one of higher priority be admitted at this boundary. A job that does not fit may be overtaken by smaller
-ones behind it, `MAX_OVERTAKES` times; then no job behind it is admitted until it is attached, so that no
+The rule is implemented in `plan.layout.seats`. Jobs are ordered by priority, attached (training) jobs before
+waiting ones, then by the order of the file. An attached job is preempted (it is saved and queued again) only
+if a job of higher priority can thereby be admitted at once. A job that does not fit may be overtaken by
+smaller ones behind it, `MAX_OVERTAKES` times; after that, no job behind it is admitted before it, so that no
 stream of small jobs keeps a large one out. A job that is too large to run even alone is removed from the
 queue. A job that waits for the adapter of another job is not in the queue yet, so it cannot be overtaken.
 """
@@ -23,13 +24,13 @@ class Admission:
     preempted_by: Mapping[str, str]
     """Maps each preempted job to the job of higher priority that is admitted instead."""
     wait_reasons: Mapping[str, str]
-    """Maps each waiting job to the reason why it must wait. Jobs that are preempted at this boundary are left
-    out."""
+    """Maps each waiting job to the reason why it must wait. Jobs that were attached and are preempted by this
+    decision are left out."""
     misfit_reasons: Mapping[str, str]
-    """Maps each job that cannot run even alone to the reason."""
+    """Maps each job that does not fit into memory even alone to the reason."""
     overtake_counts: Mapping[str, int]
-    """Maps each waiting job to the number of later jobs that were admitted before it. The next decision takes
-    it into account."""
+    """Maps each waiting job to the number of jobs behind it in the queue that have been admitted before it.
+    The scheduler's next decision takes the number into account."""
 
 
 def admit_jobs(
@@ -38,9 +39,9 @@ def admit_jobs(
     fits: Fits,
     overtake_counts: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Decide which jobs are admitted and preempted between two windows. `overtake_counts` is that of the last
-    Admission. A job that starts from another job's adapter waits until the caller clears its `source_job`,
-    once the adapter exists."""
+    """Decide which jobs are admitted and preempted between two windows (runs of a few global batches of every
+    job). `overtake_counts` comes from the Admission of the last decision. A job that starts from another
+    job's adapter waits until the caller clears its `source_job`, once the adapter exists."""
     never = find_misfits(waiting_jobs, fits)
     early = {job.name: f"waits for {job.source_job}" for job in waiting_jobs if job.source_job}
     possible = [job for job in waiting_jobs if job.name not in never and job.name not in early]
@@ -62,7 +63,8 @@ def admit_jobs(
 
 
 def _replacing_job(job: JobShape, admitted_jobs: Sequence[JobShape]) -> str:
-    """Return the admitted job of higher priority whose priority is closest to that of `job`."""
+    """Return the newly admitted job that replaces a preempted one: of those with higher priority than `job`,
+    the one with the lowest priority."""
     return [other.name for other in admitted_jobs if other.priority > job.priority][-1]
 
 
@@ -72,7 +74,8 @@ def _count_overtakes(
     attached_names: set[str],
     previous_counts: Mapping[str, int],
 ) -> dict[str, int]:
-    """Map each job that is not admitted to the number of later jobs that were admitted before it."""
+    """Map each job that is not admitted to the number of jobs behind it in the queue that have been admitted
+    before it, now or earlier."""
     counts: dict[str, int] = {}
     came = 0
     for job in reversed(ranked_jobs):

@@ -1,8 +1,9 @@
-"""Stores for several processes that train into one output, among which the jobs are divided into shares.
+"""Stores for several processes that train into one output folder. Each process trains a share (a part of the
+jobs) with workers of its own.
 
-The store of a share contains all data about its jobs, including that of earlier runs; the output's own store
-contains all other data. Merging the stores can be repeated, so that a run that is killed meanwhile neither
-loses nor duplicates data."""
+The store of a share contains all data about its jobs, including that of earlier runs; the output folder's own
+store contains all other data. Merging the stores can be repeated, so that a run that is killed meanwhile
+neither loses nor duplicates data."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ from weftune.jobs.store.status import (
 from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
-"""Folder of the shares' stores while several processes train. No job may have this name."""
+"""Name of the folder with the stores of the processes that each train a part of the jobs. No job may have
+this name."""
 SHARES_FILE = "shares.json"
-"""File that records the last division of the jobs among processes, with the predicted and measured seconds of
-each process."""
+"""Name of the file that records how the jobs were last divided among processes, with the predicted and
+measured seconds of each process."""
 EXIT_SECONDS = 10.0
-"""Maximum seconds until processes that train shares of the jobs notice that their launcher was killed."""
+"""Maximum seconds that processes, which each train a part of the jobs, need to notice that their launcher was
+killed."""
 
 
 def share_folder(output: Path, number: int) -> Path:
@@ -45,7 +48,8 @@ def share_folder(output: Path, number: int) -> Path:
 
 
 def share_folders(output: Path) -> list[Path]:
-    """Return the folders of the processes among which the jobs of a run are divided, as far as they exist."""
+    """Return the folders of the processes that each train a part of a run's jobs. Folders that do not exist
+    are left out."""
     numbers = sorted(int(path.name) for path in (output / SHARES).glob("*") if path.name.isdecimal())
     return [share_folder(output, number) for number in numbers]
 
@@ -54,8 +58,8 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def create_shares(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Create a store for every share of the jobs, with all data about its jobs. All stores appear
-    atomically."""
+    """Create a store for each share (the part of the jobs that one process trains), with all data about its
+    jobs. All stores appear atomically."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -84,9 +88,9 @@ def _share_lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 
 def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
-    """Merge the files of all shares (metrics, windows, and fitted models of time and memory) into those of
-    the output, and return the combined status. The caller then writes the status and calls
-    `delete_shares`."""
+    """Merge the files of all shares (parts of the jobs, each trained by one process) into those of the output
+    folder: metrics, records of windows (a few global batches of every job each), and fitted models of time
+    and memory. Return the combined status, which the caller writes before it calls `delete_shares`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -103,8 +107,8 @@ def merge_shares(output: Path, run_status: RunStatus) -> RunStatus:
 
 
 def delete_shares(output: Path) -> None:
-    """Delete the stores of all shares. They are renamed first, so that a partly deleted store is never
-    mistaken for a complete one."""
+    """Delete the stores of all shares (parts of the jobs, each trained by one process). The stores are
+    renamed first, so that a partly deleted one is never mistaken for a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (output / SHARES).exists():
@@ -113,7 +117,7 @@ def delete_shares(output: Path) -> None:
 
 
 def read_shares(output: Path) -> list[RunStatus]:
-    """Return the statuses of the processes among which the jobs are divided, except those that cannot be
+    """Return the statuses of the processes that each train a part of the jobs, except statuses that cannot be
     read."""
     found = []
     for folder in share_folders(output):
@@ -123,7 +127,8 @@ def read_shares(output: Path) -> list[RunStatus]:
 
 
 def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
-    """Combine the status of the output folder with the statuses of its shares, which ran at the same time."""
+    """Return the status of the output folder combined with the statuses of its shares: parts of the jobs that
+    processes of their own have trained at the same time."""
     if not shares:
         return run_status
     before = _totals_before(output, run_status)
@@ -148,8 +153,9 @@ def combine_statuses(output: Path, run_status: RunStatus, shares: Sequence[RunSt
 
 
 def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
-    """Return the status with the run's totals from before the jobs were divided into shares. The totals in
-    `run_status` may already include the work of the shares."""
+    """Return the status with the run's totals (seconds) from before the jobs were divided into shares, the
+    parts that one process each trains. The totals in `run_status` may already include the work of the
+    shares."""
     try:
         totals: Any = json.loads((output / SHARES_FILE).read_bytes())["before"]
         seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
@@ -159,8 +165,8 @@ def _totals_before(output: Path, run_status: RunStatus) -> RunStatus:
 
 
 def _read_windows(folders: Sequence[Path]) -> bytes:
-    """Return the distinct lines about windows in these folders. Every line has a timestamp, so equal lines
-    are copies from an interrupted merge."""
+    """Return the distinct lines about windows (a few global batches of every job) in these folders. Every
+    line has a timestamp, so equal lines are copies from an interrupted merge."""
     lines = (
         line
         for folder in folders
@@ -170,14 +176,16 @@ def _read_windows(folders: Sequence[Path]) -> bytes:
 
 
 def _save_fitted_models(output: Path, folders: Sequence[Path]) -> None:
-    """Copy the fitted time and memory models of the share with the most windows to the output."""
+    """Copy the time and memory models of one process to the output folder: those of the process that has
+    measured the most windows (a few global batches of every job each)."""
     found = [folder / FITTED_MODELS for folder in folders if (folder / FITTED_MODELS).exists()]
     if found:
         replace_file(output / FITTED_MODELS, max(found, key=_count_fitted_windows).read_bytes())
 
 
 def _save_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
-    """Add the measured seconds of every share to the file with their predicted seconds."""
+    """Add the measured training seconds of each process to the file that has the predicted seconds of its
+    share of the jobs."""
     try:
         record: Any = json.loads((output / SHARES_FILE).read_bytes())
         for entry, share in zip(record["shares"], shares, strict=True):

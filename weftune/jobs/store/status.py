@@ -58,7 +58,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 def check_transition(old_state: State, new_state: State) -> State:
-    """Check that a job may change from `old_state` to `new_state`, and return `new_state`."""
+    """Return `new_state` if a job may change to it from `old_state`, and raise ValueError otherwise."""
     if new_state not in MOVES[old_state]:
         raise ValueError(f"a job cannot go from {old_state} to {new_state}")
     return new_state
@@ -105,7 +105,7 @@ class RunStatus:
     updated: float = 0.0
     seconds: float = 0.0
     solo_seconds: float | None = None
-    """Predicted seconds if the same jobs were trained one after another."""
+    """Predicted seconds that the run's jobs would take if they were trained one after another."""
     peak_bytes: int | None = None
     command: str | None = None
     """Shell command that resumes the run. Empty if the jobs were created in Python; None if unknown."""
@@ -143,8 +143,8 @@ _JOB_FIELDS = tuple(item.name for item in fields(JobStatus))
 
 @lru_cache(maxsize=1 << 15)
 def _job_json(job: JobStatus) -> tuple[str, str]:
-    """Return a job's status as two JSON strings: the compact one, from which the checksum is computed, and
-    the one that is written."""
+    """Return a job's status as two JSON strings: a compact string, from which the checksum is computed, and
+    the string that is written."""
     values = {name: getattr(job, name) for name in _JOB_FIELDS}
     if job.notes:
         return json_text(values), json_text(values, indent=2).replace("\n", "\n    ")
@@ -154,8 +154,8 @@ def _job_json(job: JobStatus) -> tuple[str, str]:
 
 
 def from_json(value: Any, path: Path) -> RunStatus:
-    """Parse the status of a run. Raise ValueError for content that Weftune did not write, and UnknownFormat
-    for content of a later version."""
+    """Parse the status of a run from JSON values. Raise ValueError for content that Weftune did not write,
+    and UnknownFormat for content of a later version."""
     if not isinstance(value, dict):
         raise ValueError("it is no status")
     # Checked before the format: a flipped bit there is damage, not a newer Weftune.
@@ -169,8 +169,8 @@ def from_json(value: Any, path: Path) -> RunStatus:
 
 
 def status_checksum(values: Mapping[str, Any]) -> str:
-    """Return the checksum of a status, computed without the key `checksum`. It detects flipped bits that
-    leave valid JSON."""
+    """Return the checksum of a status, computed without the key `checksum`. The checksum detects flipped bits
+    that leave valid JSON."""
     return _text_checksum(json_text({key: value for key, value in values.items() if key != CHECKSUM}))
 
 
@@ -185,8 +185,9 @@ def job_from_json(value: Any) -> JobStatus:
 
 
 def validate_record(record: type, value: Mapping[str, Any]) -> Any:
-    """Create an instance of the dataclass `record` from a mapping, ignoring keys that it does not have.
-    Pydantic checks the types, so that a hand-edited file fails here and not in the middle of a run."""
+    """Create an instance of the dataclass `record` from a mapping, ignoring keys that are no fields of the
+    dataclass. Pydantic checks the types, so that a hand-edited file fails here and not in the middle of a
+    run."""
     names = {item.name for item in fields(record)}
     return _type_adapter(record).validate_python({key: below for key, below in value.items() if key in names})
 
@@ -198,16 +199,19 @@ def _type_adapter(record: type) -> TypeAdapter[Any]:
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 RUNG_LOSS = "rung_loss"
-"""Key in the lines of metrics for the loss by which a sweep compares its trials at a rung."""
+"""Key, in the lines of metrics, of the loss by which a sweep compares its trials at a rung, a step at which
+only the best trials continue."""
 BASE_LOSS = "base_loss"
-"""Key in the lines of metrics for the loss of the base without any adapter on a job's held-out samples."""
+"""Key, in the lines of metrics, of the loss on a job's held-out samples of the base model without any
+adapter."""
 FITTED_MODELS = "learned.json"
-"""File with the fitted time and memory models, by which later windows are planned."""
+"""Name of the file with the fitted time and memory models, which the planner uses for later windows (a few
+global batches of every job)."""
 PREDICTION = "promise.json"
-"""File with the predictions for a run's first window, which are written before it runs: layout, attached
-jobs, seconds, bytes."""
+"""Name of the file with the predictions for a run's first window (its first few global batches of every job):
+layout, attached jobs, seconds, bytes. The file is written before the window runs."""
 WORKER_LOGS = "ranks"
-"""Folder for the logs of all worker processes but the first, which start before the run."""
+"""Name of the folder for the logs of all worker processes except the first one."""
 
 
 LOCK_TRIES = 3
@@ -274,7 +278,7 @@ def requeue_jobs(status: RunStatus, states: Container[State] = (State.RUNNING, S
 
 
 ON_REQUEST = "paused on request"
-"""Beginning of the recorded reason if a job was paused on request."""
+"""Prefix of the recorded reason of a job that was paused on a user's request."""
 
 
 def requested_pauses(status: RunStatus) -> frozenset[str]:
@@ -289,8 +293,8 @@ UNKNOWN_COMMAND = "weftune train jobs.yaml --resume"
 """Command to resume a run that is shown for outputs of old versions, which did not record the command. The
 user inserts the name of the jobs file."""
 PYTHON_COMMAND = ""
-"""Value that is recorded in place of the command to resume if a run was started from Python, with jobs that
-are in no file."""
+"""Value that is recorded instead of a command if a run was started from Python with jobs that are in no file,
+so that no command can resume it."""
 
 
 def train_command(
@@ -299,8 +303,8 @@ def train_command(
     max_steps: int | None = None,
     processes: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the command that resumes a run started by `weftune.train` with these arguments. `processes` maps
-    options such as `gpus` to their values."""
+    """Return the shell command that resumes a run that was started in Python by `weftune.train` with these
+    arguments. `processes` maps options such as `gpus` to their values."""
     named = {"output": output, "max-steps": max_steps, **(processes or {})}
     given = [f"--{key} {shlex.quote(str(value))}" for key, value in named.items() if value is not None]
     return " ".join(["weftune", "train", shlex.quote(str(jobs)), *given, "--resume"])

@@ -1,5 +1,6 @@
-"""The store of a run, which writes the status and the lines of metrics and windows to the output folder. If
-the jobs of a run are divided among several processes, each process has a store."""
+"""The store of a run, which writes the run's status, the lines of metrics, and the lines about windows (a few
+global batches of every job each) to the output folder. If the jobs of a run are divided among several
+processes, each process has a store."""
 
 from __future__ import annotations
 
@@ -39,10 +40,8 @@ from weftune.jobs.store.status import (
 
 
 class JobStore(Protocol):
-    """The store of a running loop: the status of its jobs, and the lines that it writes about them.
-
-    `Store` keeps them in an output folder. A service keeps them in its database.
-    """
+    """The records of a running training loop: the status of its jobs, and the lines that it writes about
+    them. `Store` keeps these in an output folder, and a service keeps them in its database."""
 
     @property
     def output(self) -> Path: ...
@@ -52,7 +51,8 @@ class JobStore(Protocol):
 
     @property
     def rebuild_note(self) -> str:
-        """Sentence about the damage if the status had to be rebuilt. Empty otherwise."""
+        """Sentence about the damage if the status of the run was damaged and had to be rebuilt. Empty
+        otherwise."""
         ...
 
     @property
@@ -140,7 +140,7 @@ def open_store(output: Path, resume: bool, command: str | None = None) -> Store:
 
 
 def refuse_output(output: Path, resume: bool, command: str | None = None) -> None:
-    """Raise an error if the output folder cannot be used for a run, without writing anything."""
+    """Raise an error if the output folder cannot be used for a run. Nothing is written."""
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{nearest} is a file; choose another --output")
@@ -154,8 +154,8 @@ def refuse_output(output: Path, resume: bool, command: str | None = None) -> Non
 
 
 def open_share(output: Path, number: int) -> Store:
-    """Open and lock the store of one of several processes among which the jobs are divided. The store must
-    exist already."""
+    """Open and lock the store of a process that trains a part of the jobs. The store, which the launcher
+    creates, must exist already."""
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
@@ -166,7 +166,7 @@ def open_share(output: Path, number: int) -> Store:
 
 
 def _create_store(output: Path, records: Path, status: RunStatus, lock: int) -> Store:
-    """Return the store of an output folder. Jobs that an earlier process did not finish are queued."""
+    """Return the store of an output folder. Jobs that an earlier process left unfinished are queued."""
     store = Store(output, records, requeue_jobs(status), lock)
     store.requested_pauses = requested_pauses(status)
     return store
@@ -207,22 +207,23 @@ STATUS_SECONDS = 1.0
 
 
 class Store:
-    """The status of a run in memory and on disk, with its lines of metrics and windows. It is created by
-    `open_store`."""
+    """The store of a run: its status in memory and on disk, with its lines of metrics and of windows (a few
+    global batches of every job each). A store is created by `open_store`."""
 
     def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
         """Output folder of the run, which contains the folders of its jobs."""
         self.records = records
-        """Folder of this store's own files: the output or, if several processes divide the jobs, a folder
-        inside it."""
+        """Folder of this store's own files: the output folder or, if several processes each train a part of
+        the jobs, a folder inside it."""
         self._run = status
-        """Status of the run without its jobs and the time of the last write, which are separate
-        attributes."""
+        """Status of the run. Its fields for jobs and for the time of the last write are not used, since
+        separate attributes hold them."""
         self._jobs = dict(status.jobs)
         self._updated = status.updated
         self.requested_pauses: frozenset[str] = frozenset()
-        """Jobs that an earlier process has paused on request. They are queued when the store is opened."""
+        """Jobs that an earlier process has paused on request. These jobs are queued when the store is
+        opened."""
         self.rebuild_note = ""
         """Sentence that says that the status was damaged, and how it was replaced. Empty if the status was
         intact."""
@@ -230,13 +231,15 @@ class Store:
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
-        """Lock that is held while lines are appended and while the content of a write is collected."""
+        """Lock that is held while lines of metrics.jsonl or windows.jsonl are appended in memory, and while
+        the content of a write to disk is collected."""
         self._disk = threading.RLock()
-        """Lock that is held while files are written or closed. It is acquired before `_one_writer`."""
+        """Lock that is held while files are written or closed. A thread that needs both locks acquires this
+        one before `_one_writer`."""
         self._written = float("-inf")
-        """Time of the last attempt to write the status."""
+        """Monotonic time, in seconds, of the last attempt to write the status."""
         self._late: threading.Timer | None = None
-        """Timer that will write the status within a second."""
+        """Timer that will write the status within a second. None if no write is scheduled."""
         self._trouble: OutputError | None = None
         """Error of the last write in another thread, if it has not been raised yet."""
 
@@ -292,7 +295,7 @@ class Store:
         self._replace_job(name, replace(self.job(name), state=State.PAUSED, reason=reason))
 
     def retry_job(self, name: str, sentence: str) -> None:
-        """Queue a stopped job again at the user's request. It keeps its progress."""
+        """Queue a stopped job again at the user's request. The job keeps its progress."""
         self._replace_job(name, replace(self.job(name), state=State.QUEUED, reason=""))
         self.add_note(name, sentence)
 
@@ -359,8 +362,9 @@ class Store:
 
         A step of -1 drops the evaluation at step 0 too. Jobs that are not in `cursors` keep all their lines.
         `evaluated_steps` maps each job to the last step that it has evaluated, which may be less than its
-        step in `cursors`. Evaluations at rungs are kept, since a trial is evaluated there only once. The loss
-        of the base without adapters is kept if the status contains it.
+        step in `cursors`. Evaluations at rungs (steps where a sweep compares its trials) are kept, since a
+        trial is evaluated there only once. The loss of the base without adapters is kept if the status
+        contains it.
         """
         eval_cursors = cursors if evaluated_steps is None else evaluated_steps
 
@@ -411,16 +415,16 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Return whether the next change of the status is written immediately, since the last write is at
-        least `STATUS_SECONDS` ago."""
+        """Return whether the next change of the status should be written immediately, since the last write is
+        at least `STATUS_SECONDS` ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Write the status in another thread within a second. Raise the error of the last write of this kind,
-        if there was one."""
+        """Write the status in another thread within a second. Raise the error of the last such write, if it
+        failed."""
         with self._one_writer:
             if self._late is None:
                 self._late = threading.Timer(
@@ -447,7 +451,8 @@ class Store:
             self._late = None
 
     def merge_shares(self) -> None:
-        """Merge the stores of all shares of the jobs into this store, and delete them."""
+        """Merge the stores of all shares (parts of the jobs, each trained by one process) into this store,
+        and delete them."""
         # The files of lines are about to be replaced.
         with self._disk:
             self._metrics.close()
@@ -467,7 +472,7 @@ class Store:
 
 
 def _collect_errors(write_functions: Iterable[Callable[[], None]]) -> list[OutputError]:
-    """Call all functions and return the OutputErrors that they raise."""
+    """Call all functions, even if one of them fails, and return the OutputErrors that they raise."""
     found = []
     for write in write_functions:
         try:

@@ -1,5 +1,5 @@
-"""Successive halving as a state machine, which decides how far each trial of a sweep may train, and which
-trials wait or leave.
+"""Successive halving as a state machine, which decides how far each trial (a job of a sweep) may train, and
+which trials wait or leave.
 
 A rung is a step at which all trials of a generation are evaluated, and from which only the best continue. It
 is decided when each of its trials has been evaluated there or has ended, so a decision depends only on the
@@ -28,18 +28,19 @@ from weftune.jobs.sweeps.search import count_combinations, generation_sizes
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
 LEFT = "left the sweep at step"
-"""Prefix of the reason of every trial that has left its sweep."""
+"""Prefix of the recorded reason of every trial (a job of a sweep) that has left its sweep."""
 TREND_STEPS = 10
-"""Number of steps over which training losses are averaged before the averages are compared."""
+"""Number of steps over which a trial's training losses are averaged, at its start and at its end so far,
+before the two means are compared."""
 FIRST_TREND = 20
-"""Earliest step at which a trial can leave because of its training loss."""
+"""Earliest step at which a trial can leave its sweep because its training loss does not fall."""
 TREND_SHARE = 0.1
-"""Fraction of a trial's steps, counted from the first, in which the trial is not stopped because of its
-training loss."""
+"""Fraction of a trial's steps, counted from the first, in which the trial never leaves its sweep because of
+its training loss."""
 
 
 class TrialEnd(StrEnum):
-    """The states in which a trial of a sweep can end."""
+    """The ways in which a trial of a sweep can end."""
 
     LEFT = "left"
     FAILED = "failed"
@@ -55,21 +56,23 @@ class EndedTrial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The result of a comparison of trials at a rung: the trials that continue and those that leave, each the
-    best first. Trials that failed or left earlier are in neither list."""
+    """The result of a comparison of trials at a rung (a step at which only the best trials continue): the
+    trials that continue and those that leave, each the best first. Trials that failed or left earlier are in
+    neither list."""
 
     generation: int
     rung: int
     step: int
-    """Step of the rung for the generation's first trial. Other trials may have another step if the sweep
-    searches over numbers of steps."""
+    """Step of the rung (the comparison of trials) for the first evaluated trial. Other trials may have
+    another step if the sweep searches over numbers of steps."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int
-    """Number of trials that took part in the rung."""
+    """Number of trials that took part in the rung, a comparison after which only the best continue."""
 
     def reason(self, trial: str, step: int) -> str:
-        """Return the reason why a trial leaves the sweep at this rung."""
+        """Return the reason, as a sentence for the user, why a trial leaves the sweep by this decision at
+        `step`."""
         place = ordinal_text(len(self.kept) + self.left.index(trial) + 1)
         survivors = "the best continues" if len(self.kept) == 1 else f"the best {len(self.kept)} continue"
         return f"{LEFT} {step}: {place} of {self.began}, {survivors}"
@@ -81,18 +84,19 @@ def ordinal_text(number: int) -> str:
 
 
 def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
-    """Return the steps of a trial's rungs, at which it is compared with other trials, without its last
-    step."""
+    """Return the steps at which a trial is compared with other trials (its rungs). The trial's last step is
+    not one of them."""
     shares = () if halving is None else sorted(halving.at)
     return tuple(min(to_steps(share, steps), steps - 1) for share in shares)
 
 
 def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, int], ...]:
-    """Return, for each rung, the first and the last step of the span over which weights are averaged for its
-    evaluation.
+    """Return, for each rung (a step at which trials are compared), the first and the last step of the span
+    over which weights are averaged for its evaluation.
 
     A span is the last quarter of the steps so far, but begins after the previous rung. Return an empty tuple
-    if rungs evaluate the latest weights."""
+    if rungs evaluate the latest weights.
+    """
     if halving is None or halving.judge == "last":
         return ()
     rungs = rung_steps(halving, steps)
@@ -101,8 +105,8 @@ def mean_weight_spans(halving: Halving | None, steps: int) -> tuple[tuple[int, i
 
 
 def kept_trial_count(kept_fraction: float, count: int) -> int:
-    """Return how many of `count` trials continue after a rung, where `kept_fraction` is the fraction that
-    continues."""
+    """Return how many of `count` trials continue after a comparison, where `kept_fraction` is the fraction
+    that continues."""
     return count if kept_fraction >= 1 else max(1, to_steps(kept_fraction, count))
 
 
@@ -116,8 +120,8 @@ def sort_value(value: float | None, mode: Mode) -> float:
 
 @dataclass(slots=True)
 class Rungs:
-    """The state of successive halving: the metrics of a sweep's trials at rungs, the decisions, and which
-    trials have ended."""
+    """The state of successive halving in a sweep: the metrics of the trials at rungs (the steps at which they
+    are compared), the decisions, and the trials that have ended."""
 
     spec: SweepSpec
     generations: list[tuple[str, ...]] = field(default_factory=list)
@@ -125,8 +129,8 @@ class Rungs:
     one after another."""
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """Maps each trial to its metric at each rung, by the step of the rung. Only the first measurement is
-    kept."""
+    """Maps each trial to a mapping from the step of each rung (a comparison of trials) to the trial's metric
+    there. Only the first measurement at a step is kept."""
     ended_trials: dict[str, EndedTrial] = field(default_factory=dict)
     _steps_by_trial: dict[str, int] = field(default_factory=dict)
     _generation_by_trial: dict[str, int] = field(default_factory=dict)
@@ -134,17 +138,18 @@ class Rungs:
     # -- events ------------------------------------------------------------------------------------------
 
     def begin_first_rung(self, trials: Sequence[str]) -> None:
-        """Add a generation of trials, in the order of the file."""
+        """Add a generation of trials (those that are compared with one another), in the order of the jobs
+        file."""
         self._generation_by_trial |= dict.fromkeys(trials, len(self.generations))
         self.generations.append(tuple(trials))
 
     def add_trial(self, trial: str, steps: int) -> None:
-        """Record the total number of optimizer steps of a trial."""
+        """Record the total number of optimizer steps of a trial when the trial is prepared."""
         self._steps_by_trial[trial] = steps
 
     def record_metric(self, trial: str, step: int, value: float | None) -> bool:
-        """Record the metric of a trial at a step. Return False if the step is not a rung of the trial or
-        already has a value."""
+        """Record the metric of a trial at a step. Return False if the trial is not compared with others at
+        this step (a rung) or already has a value there."""
         seen = self.values.setdefault(trial, {})
         if step not in self.rungs(trial) or step in seen:
             return False
@@ -155,7 +160,7 @@ class Rungs:
         self.ended_trials.setdefault(trial, EndedTrial(kind, step))
 
     def apply_decision(self, decision: Decision) -> None:
-        """Apply the decision of a rung: mark the trials that leave as ended."""
+        """Record a decision at a rung (a comparison of trials), and mark the trials that leave as ended."""
         self.decisions.append(decision)
         for trial in decision.left:
             self.end_trial(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
@@ -177,7 +182,8 @@ class Rungs:
         return self._steps_by_trial.get(trial, 0)
 
     def step_limit(self, trial: str) -> int:
-        """Return the step up to which the trial may train before the next decision."""
+        """Return the last step up to which the trial may train now: its next rung (comparison of trials) that
+        is undecided or, if there is none, its last step."""
         generation = self._generation_by_trial[trial]
         rung = len(self._decided_rungs(generation))
         rungs = self.rungs(trial)
@@ -186,22 +192,24 @@ class Rungs:
         return self.steps(trial)
 
     def awaits_evaluation(self, trial: str) -> bool:
-        """Return whether the trial has not been evaluated yet at the rung up to which it may train."""
+        """Return whether the trial still has to be evaluated at its next rung, a step at which trials are
+        compared."""
         return self.step_limit(trial) < self.steps(trial) and self.step_limit(trial) not in self.values.get(
             trial, {}
         )
 
     def is_waiting_at_rung(self, trial: str) -> bool:
-        """Return whether a trial that has reached its limit must wait for other trials."""
+        """Return whether a trial that has trained up to its step limit must wait for other trials, with which
+        it is compared there."""
         return self.step_limit(trial) < self.steps(trial) and not self.awaits_evaluation(trial)
 
     def wait_reason(self, trial: str) -> str:
-        """Return a sentence that says why a trial waits at a rung."""
+        """Return a text for the user that says for what a trial waits."""
         return f"waits for the others at step {self.step_limit(trial)}"
 
     def pending_decisions(self) -> list[Decision]:
-        """Return the decisions about rungs that can be made with the current metrics, at most one per
-        generation, without applying them."""
+        """Return the decisions about which trials continue that the current metrics allow, at most one per
+        generation of trials, without applying them."""
         found = (self._pending_decision(generation) for generation in range(len(self.generations)))
         return [decision for decision in found if decision is not None]
 
@@ -252,7 +260,8 @@ class Rungs:
         return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
 
     def _was_evaluated(self, trial: str, step: int) -> bool:
-        """Return whether a trial was evaluated at this step, since it had neither failed nor left."""
+        """Return whether a trial was still training in its sweep at this step, so that its metric there
+        counts."""
         ended = self.ended_trials.get(trial)
         return ended is None or ended.step > step or (ended.kind is TrialEnd.FINISHED and ended.step == step)
 
@@ -260,8 +269,8 @@ class Rungs:
         return [decision for decision in self.decisions if decision.generation == generation]
 
     def _begins_rung(self, trial: str, rung: int) -> bool:
-        """Return whether a trial takes part in a rung. All trials take part in the first rung, and in a later
-        one those that continued after the rung before."""
+        """Return whether a trial takes part in a rung, a comparison of trials. All trials take part in the
+        first rung. In a later one take part those that continued after the rung before."""
         return rung == 0 or trial in self._decided_rungs(self._generation_by_trial[trial])[rung - 1].kept
 
 
@@ -269,7 +278,9 @@ class LossTrend:
     """A check that a trial's training loss decreases.
 
     From step 20 or a tenth of the steps on, whichever is later, the mean loss of the last ten steps must be
-    below that of the first ten. The last step is not checked, since no work could be saved there."""
+    below the mean loss of the first ten. The last step is not checked, since stopping there would save no
+    work.
+    """
 
     def __init__(self, steps: int) -> None:
         self._from = max(FIRST_TREND, to_steps(TREND_SHARE, steps))
@@ -302,7 +313,7 @@ class LossTrend:
 
 @dataclass(frozen=True, slots=True)
 class TrialWork:
-    """The amount of work in a trial, in samples, tokens or seconds."""
+    """The amount of work to train one trial, in samples, tokens or seconds."""
 
     steps: int
     work_per_step: float
@@ -311,7 +322,7 @@ class TrialWork:
 @dataclass(frozen=True, slots=True)
 class Saving:
     rungs: tuple[int, ...]
-    """Number of trials that begin each rung."""
+    """Number of trials that train up to each rung (comparison of trials), in the order of the rungs."""
     full_work: float
     """Work of all trials together if none leaves the sweep."""
     expected_work: float
@@ -328,7 +339,8 @@ def trial_count(spec: SweepSpec) -> int:
 
 
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
-    """Return the number of trials that begin each rung. Every generation of `tpe` is halved separately."""
+    """Return the number of trials that train up to each rung, a comparison after which only the best
+    continue. Every generation of `tpe` is halved separately."""
     count = trial_count(spec)
     groups = generation_sizes(count) if spec.search == "tpe" else [count]
     return tuple(map(sum, zip(*(_trials_at_rungs(group, spec.halving) for group in groups), strict=True)))
@@ -342,8 +354,8 @@ def _trials_at_rungs(trials: int, halving: Halving | None) -> list[int]:
 
 
 def expected_saving(spec: SweepSpec, trial_work: Sequence[TrialWork]) -> Saving:
-    """Return the expected saving of work by successive halving. Trials that leave are assumed to need the
-    mean work; `trial_work` may cover only some of the trials."""
+    """Return the expected saving of work by successive halving. Trials that leave the sweep early are assumed
+    to have had the mean work of all trials; `trial_work` may cover only some of the trials."""
     counts = rung_counts(spec)
     scale = counts[0] / len(trial_work)
     parts = []

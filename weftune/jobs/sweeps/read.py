@@ -1,5 +1,5 @@
-"""The reader of the key `sweep` of a job. It returns the sweep and the jobs of all trials. All of them are
-checked before any trial is trained."""
+"""The reader of the key `sweep` of a job. It returns the sweep and its trials, one job for each combination
+of values. All jobs are checked before any of them is trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from weftune.jobs.sweeps.spec import (
 from weftune.objectives.spec import OBJECTIVES
 
 MIN_RANGE = 1e-9
-"""Minimum width of a range of numbers, relative to its values. It is far above the precision of floats."""
+"""Minimum width of a range of numbers, relative to its values. It is far above the rounding errors of
+floats."""
 RANGE_KEYS = ("min", "max", "log")
 BEST_MODES = {
     "eval_loss": "min",
@@ -54,12 +55,13 @@ BEST_MODES = {
     "eval_accuracy": "max",
     "eval_margin": "max",
 }
-"""Maps each metric to `min` or `max`, whichever value is best. For a job's own `eval.metric`, the maximum is
-best."""
+"""Maps each metric to `min` or `max`: whether its lowest or its highest value is best. A job's own
+`eval.metric` has `max`."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
-    """Return the spec of the sweep that a job's keys describe, or None, and the errors in it."""
+    """Return the spec of the sweep that a job's keys describe (None if the job has no valid sweep), and the
+    errors in it."""
     value = job["sweep"]
     if not isinstance(value, Mapping):
         return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {format_value(value)}")]
@@ -300,8 +302,8 @@ def _range_key(name: str) -> str:
 
 
 def _not_a_range_message(key: str, value: Mapping[str, Any]) -> str:
-    """Return the error message for a mapping that is not a range of values, such as a wrapped list or nested
-    keys."""
+    """Return the error message for a mapping that cannot be read as a range of values, such as a list inside
+    a mapping, or nested keys."""
     if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
         return f"write the list itself, {key}: [...]"
     inside = [name for name in value if name in SECTIONS.get(key, ())]
@@ -334,7 +336,8 @@ def _shared_location(first_locations: Sequence[Loc], second_locations: Sequence[
 
 
 def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
-    """Return the job of a sweep's trial. The trial may be of a later generation, which is in no file."""
+    """Return the job of a sweep's trial. The trial may belong to a generation that was proposed during the
+    run and is in no file."""
     job, found = build_job(JobSpec, trial_keys(sweep, trial), sweep.folder)
     if job is None:
         raise SpecError(sort_mistakes(found))
@@ -342,8 +345,8 @@ def trial_job(sweep: Sweep, trial: Trial) -> JobSpec:
 
 
 def trial_keys(sweep: Sweep, trial: Trial) -> Layer:
-    """Return the keys of a trial with their source locations. The location of a value that the sweep's `over`
-    sets is in `over`."""
+    """Return the keys of a trial (a job of a sweep) with their source locations. Values from the sweep's key
+    `over` have their location there."""
     job = keys_without_sweep(sweep.keys)
     places = {loc: place for loc, place in job.places.items() if not loc}
     for key, value in trial.values.items():
@@ -372,8 +375,8 @@ def _value_locations(sweep: Sweep, key: str, value: Any) -> Places:
 def expand_sweep(
     keys: Layer, folder: Path
 ) -> tuple[Sweep | None, list[tuple[JobSpec, Places]], list[Mistake]]:
-    """Return a job's sweep, and the jobs of its trials with the source locations of their keys. If there are
-    errors, return them instead."""
+    """Return a job's sweep, and the jobs of its trials with the source locations of their keys. If the sweep
+    or a trial has errors, return these errors instead."""
     spec, faults = read_sweep(keys.values)
     found = [find_source_location(keys.places, fault.loc).mistake(fault.sentence) for fault in faults]
     job, wrong = build_job(JobSpec, keys_without_sweep(keys), folder)
@@ -431,8 +434,8 @@ def sweep_warnings(
 
 
 def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
-    """Yield a warning if trials are compared by their losses although a key of the sweep's `over` changes
-    what the loss measures."""
+    """Yield a warning if a sweep compares its trials by loss although a key in `over` changes what the loss
+    measures."""
     key = next((key for key in sweep.spec.over if key.split(".")[0] == "objective"), None)
     first = next((jobs[trial.name] for trial in sweep.trials if trial.name in jobs), None)
     if key is None or first is None or sweep.spec.metric != "eval_loss":
@@ -447,8 +450,8 @@ def _scale_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec]) -> Iterator[str]:
 
 
 def _rung_warnings(sweep: Sweep, jobs: Mapping[str, JobSpec], steps: Mapping[str, int]) -> Iterator[str]:
-    """Yield a warning if the first rung is within the warm-up of the learning rate, where learning rates
-    hardly make a difference yet."""
+    """Yield a warning if a sweep's first rung (comparison of trials) is during the warm-up of the learning
+    rate, where learning rates hardly make a difference yet."""
     known = [trial.name for trial in sweep.trials if trial.name in steps]
     early = []
     for name in known:

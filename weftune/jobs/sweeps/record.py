@@ -1,6 +1,6 @@
-"""The file sweep.json, which holds the state of a sweep. It is written at every change, and read to resume or
-to show the sweep. The order of the trials from best to worst, the values in which they differ, and the rungs
-are computed from it."""
+"""The file sweep.json, which holds the state of a sweep. The file is written at every change, and read to
+resume or to show the sweep. This module also computes what is shown: the order of the trials from best to
+worst, the values in which they differ, and the rungs (the steps at which they are compared)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from weftune.jobs.sweeps.spec import Judge, Mode, Search
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"
-"""Folder of the best trials' adapters, inside the folder of the sweep."""
+"""Name of the folder, inside the folder of the sweep, that holds the adapters of the best trials."""
 
 
 def best_folder(sweep: Path, trial: str) -> Path:
-    """Return the folder of a winning trial's adapter in the sweep's folder. It is `best` itself if only one
-    trial is kept."""
+    """Return the folder of a winning trial's adapter in the sweep's folder. The folder is `best` itself if
+    only one trial is kept."""
     best = sweep / BEST
     return best if (best / CONFIG).is_file() else best / trial
 
@@ -50,10 +50,10 @@ class TrialRecord:
     """Maps each step at which trials are compared to the trial's metric there. None if the metric was not
     finite."""
     score: float | None = None
-    """Metric of the trial: that of its adapter if the trial has finished, that at the rung where it was
-    dropped, or otherwise that of its last evaluation."""
+    """Metric of the trial: that of its adapter if the trial has finished, the metric at the comparison (rung)
+    where it was dropped, or otherwise the metric of its last evaluation."""
     score_step: int | None = None
-    """Step of the weights for which the trial's metric was measured."""
+    """Step of the trial's weights for which `score` was measured."""
     warning: str = ""
     """Problem with a finished trial's adapter. Such a trial is ranked after all other finished trials."""
     left_at: int | None = None
@@ -79,9 +79,9 @@ class SweepRecord:
     mode: Mode
     keep: int
     at: tuple[float, ...] = ()
-    """Fractions of the steps after which trials are compared and some of them leave."""
+    """Fractions of a trial's steps after which the trials are compared and some of them leave the sweep."""
     share: float | None = None
-    """Fraction of the trials that continue after each rung."""
+    """Fraction of the trials that continue after each comparison."""
     judge: Judge | None = None
     """Weights with which trials are compared: their mean or the last ones. None in files of old versions,
     which used the last weights."""
@@ -89,7 +89,7 @@ class SweepRecord:
     """Number of steps of the first trial. Other trials may have another number if the sweep searches over
     numbers of steps."""
     rungs: tuple[int, ...] = ()
-    """Steps of the first trial's rungs, its last step included."""
+    """Steps at which the first trial is compared with others (its rungs), and its last step."""
     trials: tuple[TrialRecord, ...] = ()
     """Trials of the sweep so far. With `tpe`, later generations are added when they are proposed."""
     expected: int = 0
@@ -107,7 +107,7 @@ class SweepRecord:
 
 
 class DamagedSweep(OutputError):
-    """An error raised if there is a sweep.json that cannot be read."""
+    """An error raised if a sweep's file sweep.json exists but cannot be read."""
 
     def __init__(self, path: Path, damage_text: str) -> None:
         self.damage_text = damage_text
@@ -187,37 +187,42 @@ STATES = ("finished", "running", "resting", "waiting", "left", "failed")
 _LONGEST_PLAIN = 5
 """Maximum length, in characters, up to which a number is always written without an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
-"""Maps states of trials to their sort keys in the table of trials. All other states have the sort key 1."""
+"""Maps states of trials to sort keys, by which the table of trials is ordered. All other states have the sort
+key 1."""
 
 
 def metric_title(metric: str) -> str:
-    """Return the displayed title of a sweep's metric. A user's function has its own name as title."""
+    """Return the displayed title of a sweep's metric. A metric that is a user's function has the function's
+    name as title."""
     return _METRIC_TITLES.get(metric, metric.removeprefix("eval_"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungRow:
-    """A row of the table of a sweep's rungs. At the last rung, the remaining trials end."""
+    """A row of the table of a sweep's rungs, the steps at which trials are compared. In the last row, the
+    remaining trials end."""
 
     step: int
     generation: int
     is_last: bool
     started_count: int
-    """Number of trials that begin this rung."""
+    """Number of trials that train up to this rung (a comparison of trials)."""
     evaluated_count: int
-    """Number of the trials of a rung that have reached its step or ended before it."""
+    """Number of trials, of those that train up to this comparison of trials (rung), that have reached its
+    step or ended before it."""
     kept_count: int | None = None
-    """Number of trials that continue after the rung. None until the rung is decided."""
+    """Number of trials that continue after the rung (a comparison of trials). None until this is decided."""
     lost_count: int = 0
-    """Number of trials of a rung that failed or left before its step."""
+    """Number of trials, of those that train up to this comparison of trials (rung), that failed or left the
+    sweep before its step."""
     worst_kept_score: float | None = None
     best_dropped_score: float | None = None
 
 
 def rank_trials(record: SweepRecord) -> list[TrialRecord]:
     """Return the trials in the order in which they are displayed: finished trials by score, then unfinished
-    and dropped ones, those with the most steps first, and finally failed ones. Equal trials keep their order
-    in the jobs file."""
+    and dropped trials by number of steps, and finally failed trials. Equal trials keep their order in the
+    jobs file."""
     return sorted(record.trials, key=lambda trial: _rank_key(record, trial))
 
 
@@ -231,8 +236,8 @@ def _rank_key(record: SweepRecord, trial: TrialRecord) -> tuple[int, int, float]
 
 
 def base_sentence(record: SweepRecord) -> str:
-    """Return a sentence that no trial of a sweep improved on the base. Return an empty string if one did or
-    the sweep has not ended."""
+    """Return a sentence that no trial of a sweep improved on the base model. Return an empty string if a
+    trial did, or if the sweep has not ended."""
     if not (best := winners(record)) or not best[0].warning:
         return ""
     return f"No trial improved on the base: the lowest validation loss is kept ({best[0].warning})."
@@ -267,7 +272,8 @@ def trained_fraction(record: SweepRecord) -> float | None:
 
 
 def flatten_mapping(prefix: str, mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf of a nested mapping. Keys begin with `prefix`."""
+    """Yield the dotted key and the value of every leaf of a nested mapping. The yielded keys begin with
+    `prefix`."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_mapping(f"{prefix}{key}.", value)
@@ -320,8 +326,8 @@ def number_text(value: float) -> str:
 
 
 def rung_rows(record: SweepRecord) -> list[RungRow]:
-    """Return the rows of the table of rungs, sorted by generation and step, including the last step. Return
-    an empty list without halving."""
+    """Return the rows of the table of rungs (the steps at which trials are compared), sorted by generation
+    and step, including the last step. Return an empty list without successive halving."""
     if len(record.rungs) < 2:
         return []
     generations = sorted({trial.generation for trial in record.trials})
@@ -357,7 +363,8 @@ def _generation_rows(record: SweepRecord, generation: int) -> Iterator[RungRow]:
 
 
 def rung_value(trial: TrialRecord, rung: int) -> float | None:
-    """Return the metric of a trial at a rung, counted from 0, or None if the trial has not reached it."""
+    """Return the metric of a trial at a rung (a comparison of trials), counted from 0, or None if the trial
+    has not reached it."""
     steps = sorted(trial.at_rungs, key=int)
     return trial.at_rungs[steps[rung]] if rung < len(steps) else None
 
@@ -381,7 +388,8 @@ def expected_steps_left(record: SweepRecord, steps: Mapping[str, int]) -> int:
 
 
 def rung_sentence(row: RungRow) -> str:
-    """Return a sentence about the trials at a rung, for the terminal."""
+    """Return a sentence about the trials at a rung, a step at which only the best continue, for the
+    terminal."""
     if row.kept_count is not None:
         return f"step {row.step}: {row.kept_count} of {row.started_count} went on"
     verb = "ended" if row.is_last else "evaluated"

@@ -1,9 +1,10 @@
-"""A sweep inside a run. Between windows, it tells the training loop which trials continue, wait or leave, as
-successive halving decides.
+"""A sweep inside a run, which decides by successive halving which of its trials continue, wait or leave, and
+tells the training loop between two windows.
 
-A trial is a job like any other. Its sweep sets the step up to which it may train, a rung, and evaluates it
-there. The trial then continues, is detached to wait until the other trials reach the same rung, or leaves.
-Every decision is written to sweep.json before it takes effect, so a resumed run follows earlier decisions.
+A trial is a job like any other. The sweep sets the step up to which the trial may train, a rung, and has it
+evaluated there. The trial then continues, is detached to wait until the other trials reach the same rung, or
+leaves. Every decision is written to sweep.json before it takes effect, so a resumed run follows earlier
+decisions.
 """
 
 from __future__ import annotations
@@ -89,20 +90,21 @@ ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State
 
 @dataclass(frozen=True, slots=True)
 class TrialOrders:
-    """Instructions of a sweep to the training loop about its trials, given between two windows."""
+    """Instructions of a sweep to the training loop about its trials, given each time that the loop has run a
+    few global batches of every job (a window)."""
 
     step_limits: Mapping[str, int] = field(default_factory=dict)
-    """Maps each trial to the step up to which it may train."""
+    """Maps each trial (job of a sweep) to the last step up to which it may train now."""
     promoted_trials: Sequence[str] = ()
-    """Trials that waited at a rung and now continue."""
+    """Trials that waited at a rung (a step at which trials are compared) and now continue."""
     rest_reasons: Mapping[str, str] = field(default_factory=dict)
-    """Maps each attached trial that must wait for other trials to the reason."""
+    """Maps each attached (training) trial that must now wait for other trials to the reason."""
     leave_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunningSweep:
     """A sweep of a run in progress. `jobs` maps names to all jobs of the run. `search` proposes later
-    generations, and is None if all trials are known."""
+    generations of trials, and is None if all trials are known."""
 
     def __init__(
         self,
@@ -120,39 +122,43 @@ class RunningSweep:
         self.best: tuple[str, ...] = ()
         halving = sweep.spec.halving
         self._judge: Judge | None = None if halving is None else halving.judge
-        """Weights with which trials are evaluated at rungs. None without successive halving, and for a sweep
-        that was begun by an old version and is therefore evaluated with the last weights."""
+        """Weights with which trials are evaluated at rungs (the steps at which they are compared). None
+        without successive halving, and for a sweep that was begun by an old version and is therefore
+        evaluated with the last weights."""
         self._show_note = show_note
         self.show: Callable[[SweepRecord], None] = lambda _: None
-        """Function that is called with the state of the sweep whenever that is written."""
+        """Function that is called with the state of the sweep whenever that state is written to disk."""
         self._search = search
         self._values: dict[str, dict[int, float | None]] = {}
-        """Maps each trial to its metric by step, measured with its current weights."""
+        """Maps each trial to its metric by step, measured at ordinary evaluations, with the weights that the
+        trial had at that step."""
         self._trends: dict[str, LossTrend] = {}
         self._entered: set[str] = set()
         self._scores: dict[str, tuple[float | None, int | None]] = {}
-        """Maps each trial that had ended when the sweep was recorded to its metric and the step at which this
-        was measured."""
+        """Maps each trial that had ended when sweep.json was read to its metric and the step at which the
+        metric was measured."""
         self._leaving: set[str] = set()
-        """Trials that leave at the end of the current window because of their training loss."""
+        """Trials that leave at the end of the current window (a few global batches of every job) because of
+        their training loss."""
         self._written: SweepRecord | None = None
         self._finished = False
         self._exhausted = search is None
         """Whether no further generation of trials will be proposed."""
         self._reasons: dict[str, str] = {}
-        """Maps each proposed trial that cannot be trained to the reason."""
+        """Maps each trial that was proposed during the run but cannot be trained to the reason."""
 
     @property
     def decides_rungs(self) -> bool:
-        """Whether the current process decides which trials of the sweep continue."""
+        """Whether this process, and not its launcher, decides which trials of the sweep continue."""
         return True
 
     # -- before the jobs are made ready ------------------------------------------------------------------
 
     def restore(self, retried_trials: Collection[str] = ()) -> list[Trial]:
         """Continue the sweep from its recorded state, if there is one. Return the trials of later
-        generations, which are not jobs yet. Trials that left in a run killed before it recorded their state
-        are cancelled, except those in `retried_trials`, which continue at the user's request."""
+        generations, for which the caller must create jobs. Trials that left in a run killed before it
+        recorded their state are cancelled, except those in `retried_trials`, which continue at the user's
+        request."""
         record = self._read_record()
         generations = [self.sweep.trials]
         if record is not None:
@@ -277,7 +283,8 @@ class RunningSweep:
     # -- admission ---------------------------------------------------------------------------------------
 
     def read_metrics(self) -> None:
-        """Read the trials' evaluations and training losses so far from the lines of the run's metrics."""
+        """Read the trials' evaluations and training losses of earlier runs from the run's recorded
+        metrics."""
         self._values.clear()
         self._trends.clear()
         for name in self.trials:
@@ -295,20 +302,21 @@ class RunningSweep:
                 self._loss_trend(job).add_loss(step, line["loss"])
 
     def add_trial(self, name: str, steps: int) -> None:
-        """Record the number of steps of a trial that will be trained."""
+        """Record the total number of steps of a trial when the trial is prepared for training."""
         self.rungs.add_trial(name, steps)
         self._entered.add(name)
 
     @property
     def evaluates_mean_weights(self) -> bool:
-        """Whether trials are evaluated at rungs with the mean of their last weights."""
+        """Whether trials are evaluated at rungs (the steps at which they are compared) with the mean of their
+        recent weights."""
         return self._judge == "mean"
 
     # -- inside a window ---------------------------------------------------------------------------------
 
     def record_step(self, name: str, step: int, loss: float) -> str | None:
-        """Record the loss of a trial's step. Return the reason if the trial leaves the sweep now, or else
-        None. The last trial never leaves, whatever its loss, so that a sweep ends with an adapter."""
+        """Record the training loss of a trial's step. Return the reason if the trial leaves the sweep now, or
+        else None. The last trial never leaves, whatever its loss, so that a sweep ends with an adapter."""
         trend = self._loss_trend(name)
         trend.add_loss(step, loss)
         reason = trend.leave_reason()
@@ -330,7 +338,7 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of a trial's current weights."""
+        """Record the results of an evaluation of a trial with its current weights."""
         self._values.setdefault(name, {})[step] = self._trial_metric(loss, token_accuracy, metrics)
         if not self.evaluates_mean_weights:
             self.record_rung_evaluation(name, step, loss, token_accuracy, metrics)
@@ -343,7 +351,8 @@ class RunningSweep:
         token_accuracy: float | None,
         metrics: Metrics = NO_METRICS,
     ) -> None:
-        """Record an evaluation of a trial at a rung, with the weights by which trials are compared."""
+        """Record an evaluation of a trial at a rung (a step at which trials are compared), with the weights
+        by which trials are compared."""
         value = self._trial_metric(loss, token_accuracy, metrics)
         # At a rung a trial has a warning only if it has collapsed: then it is the worst by any metric.
         has_collapsed = name in self.store and bool(self.store.job(name).warning)
@@ -365,8 +374,8 @@ class RunningSweep:
     # -- between windows ---------------------------------------------------------------------------------
 
     def trial_orders(self, attached: Mapping[str, int], delivering_trials: Collection[str]) -> TrialOrders:
-        """Record ended trials and decide the rungs that can be decided. Return the resulting instructions to
-        the training loop."""
+        """Record ended trials, and decide which trials continue wherever the metrics allow it. Return the
+        resulting instructions to the training loop."""
         if self._finished:
             return TrialOrders()
         self._record_ended_trials(delivering_trials)
@@ -393,8 +402,8 @@ class RunningSweep:
         )
 
     def _decide_rungs(self, attached: Mapping[str, int]) -> None:
-        """Decide all rungs that can be decided, and record the decisions. A decision that cannot be recorded
-        has no effect and is made again later."""
+        """Decide which trials continue wherever the metrics allow it, and record the decisions. A decision
+        that cannot be recorded has no effect and is made again later."""
         decided = deepcopy(self.rungs) if self.rungs.pending_decisions() else self.rungs
         while pending := decided.pending_decisions():
             for decision in pending:
@@ -432,7 +441,7 @@ class RunningSweep:
         return ()
 
     def record_refusal(self, trial: str, reason: str) -> None:
-        """Record that a proposed trial has failed because it cannot be trained."""
+        """Record that a trial that was proposed during the run has failed because it cannot be trained."""
         self._reasons[trial] = reason
         self.rungs.end_trial(trial, TrialEnd.FAILED, 0)
 
@@ -529,8 +538,8 @@ class RunningSweep:
         return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
-        """Return a trial's metric: that of its adapter if the trial has finished, that at the rung where it
-        was dropped, or otherwise that of its last evaluation."""
+        """Return a trial's metric: that of its adapter if the trial has finished, the metric at the
+        comparison (rung) where it was dropped, or otherwise the metric of its last evaluation."""
         return self._score_and_step(self.rungs, name)[0]
 
     def _score_and_step(self, rungs: Rungs, name: str) -> tuple[float | None, int | None]:
@@ -554,8 +563,8 @@ class RunningSweep:
     # -- after -------------------------------------------------------------------------------------------
 
     def awaited_trial(self) -> str:
-        """Return the name of a trial that other trials wait for although no job is training any more, or an
-        empty string."""
+        """Return the name of an unfinished trial that other trials wait for although no job is training any
+        more, or an empty string."""
         living = (name for name in self.trials if name not in self.rungs.ended_trials)
         return next((name for name in living if name not in self.resting), "")
 
@@ -611,11 +620,12 @@ class RunningSweep:
 
 
 class SweepInShare(RunningSweep):
-    """A sweep in one of several processes among which the jobs are divided. Its trials train up to their next
-    rung and wait there.
+    """A sweep in one of several processes that each train a part of the jobs. Its trials train up to their
+    next rung (a step at which trials are compared) and wait there.
 
-    The launcher, which sees the trials of all processes, decides the rungs between rounds of training,
-    proposes trials and records the state of the sweep."""
+    The launcher, which sees the trials of all processes, decides the rungs each time that all processes have
+    ended their training, proposes trials and records the state of the sweep.
+    """
 
     @property
     def decides_rungs(self) -> bool:
@@ -623,7 +633,7 @@ class SweepInShare(RunningSweep):
 
     def _has_other_trials(self, name: str) -> bool:
         """Return whether another trial of this process has finished or may still finish. Trials of other
-        processes do not count, since all of them may leave."""
+        processes do not count, since all of them may leave the sweep."""
         own = {one for one in self.trials if one in self.store}
         lost = {one for one, ended in self.rungs.ended_trials.items() if ended.kind is not TrialEnd.FINISHED}
         return bool(own - lost - self._leaving - {name})

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     import optuna
 
 GENERATIONS = 4
-"""Number of generations of trials that TPE proposes. Each is proposed when the previous one has ended."""
+"""Number of generations of trials that TPE, Optuna's sampler, proposes. Each is proposed when the previous
+one has ended."""
 MAX_REPEATS = 50
-"""Maximum number of consecutive proposals of TPE that repeat other trials. After that, the remaining trials
-of a generation are drawn at random."""
+"""Maximum number of consecutive proposals by TPE, Optuna's sampler, that repeat known trials. After that, the
+remaining trials of a generation are drawn at random."""
 PATIENCE = 20
-"""Maximum number of consecutive random trials that repeat earlier ones. After that, values are drawn with one
-more digit."""
+"""Maximum number of consecutive random draws of a trial that repeat earlier trials. After that, values are
+drawn with one more digit."""
 
 
 def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
@@ -49,7 +50,7 @@ def grid_combinations(over: Mapping[str, Choices]) -> list[dict[str, Any]]:
 
 
 def count_combinations(over: Mapping[str, Choices]) -> float:
-    """Return the number of distinct trials that a sweep can have, or infinity if it draws fractions from a
+    """Return the number of distinct trials that a sweep can have, or infinity if it draws real numbers from a
     range."""
     return math.prod(_count_choices(choices) for choices in over.values())
 
@@ -89,7 +90,8 @@ def draw_combinations(
 
 
 def combination_key(values: Mapping[str, Any]) -> str:
-    """Return a string that is equal for equal combinations of values, whatever the order of their keys."""
+    """Return a string by which combinations of values are compared. The string is equal for equal
+    combinations, whatever the order of their keys."""
     return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -150,7 +152,7 @@ SHORT: Mapping[str, str] = {
     "warmup": "w",
 }
 BY_VALUE = ("schedule", "targets")
-"""Keys that are left out of trial names, since their values are clear by themselves."""
+"""Keys that are left out of the names of trials, since their values are clear without them."""
 LEAST_OF_SWEEP = 16
 """Minimum number of characters of the sweep's name that remain in a trial's name if it has to be
 shortened."""
@@ -175,8 +177,8 @@ def trial_names(
 
 def _named_locations(over: Mapping[str, Choices]) -> list[Loc]:
     """Return the locations of the values that trial names contain. These are the values that differ between
-    trials; of several that change together, only the first is used. If no values differ, one value of each
-    key is used."""
+    trials; if several values change together, only the first of them is contained. If no values differ, names
+    contain one value of each key."""
     locations: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
@@ -264,7 +266,7 @@ def _unique_name(name: str, used_names: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrialSearch:
-    """The source of a sweep's trials. It has no state, so the same results lead to the same trials, even
+    """The source of a sweep's trials. The search has no state, so equal results lead to equal trials, even
     after a run was killed and resumed."""
 
     name: str
@@ -326,8 +328,8 @@ class TrialSearch:
 
 
 def later_generation_search(sweep: Sweep, used_names: Iterable[str]) -> TrialSearch | None:
-    """Return the search that proposes later generations of a sweep, or None if all trials are already
-    known."""
+    """Return the search that proposes later generations of a sweep's trials, or None if all trials are
+    already known."""
     if sweep.spec.search != "tpe":
         return None
     return TrialSearch(sweep.name, sweep.spec, int(sweep.keys.values.get("seed", 0)), tuple(used_names))

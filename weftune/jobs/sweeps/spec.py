@@ -51,7 +51,8 @@ class SweepSpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     over: Mapping[str, Choices]
-    """Maps each dotted key of the job to the values that it may have."""
+    """Maps each dotted key that the sweep varies, such as `adapter.rank`, to the values that the key may
+    have."""
     search: Search = "grid"
     trials: Annotated[int | None, Bound(at_least=1, at_most=MAX_TRIALS)] = None
     """Number of trials to draw. None for a grid, which has a trial for every combination."""
@@ -74,12 +75,12 @@ class Trial:
 
 
 Ends = Sequence[tuple[Trial, float | None]]
-"""Pairs of an ended trial and its last metric, which is None if the trial has none."""
+"""Sequence of pairs: a trial that has ended, and its last metric, which is None if the trial has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A job with the key `sweep`, and its trials, which become jobs of the run."""
+    """A sweep: a job with the key `sweep`, and its trials, which become jobs of the run."""
 
     name: str
     spec: SweepSpec
@@ -94,8 +95,8 @@ class Sweep:
 
 
 def location_of(key: str) -> Loc:
-    """Return the location of a dotted key, such as `("adapter", "rank")` for `adapter.rank`. Patterns at the
-    end of a key may contain dots."""
+    """Return the location of a dotted key, such as `("adapter", "rank")` for `adapter.rank`. Only the last
+    part may contain dots itself, as patterns do."""
     return tuple(key.split(".", 2))
 
 

@@ -1,4 +1,5 @@
-"""The HTTP application of a service: OpenAI's API under /v1, health, metrics and the OpenAPI document."""
+"""The HTTP application of a service: OpenAI's API under /v1, and the endpoints for health, metrics and the
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from weftune.service.store.requests import RequestStore
 ROUTERS = (files.router, jobs.router, models.router, chats.router, native.router, sweeps.router, page.router)
 LOOPBACK = ("127.0.0.1", "::1")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers that a proxy adds to requests from other machines."""
+"""HTTP headers whose presence shows that a proxy has forwarded a request, which may come from another
+machine."""
 
 
 def create_app(
@@ -37,7 +39,8 @@ def create_app(
     chat: ChatClient,
     limits: RequestLimits | None = None,
 ) -> FastAPI:
-    """Return the application. The caller has opened `requests` for writing and `training` for reading."""
+    """Return the service's HTTP application. The caller has opened `requests` for writing and `training` for
+    reading."""
     preparer = Preparer(settings, requests)
 
     @asynccontextmanager
@@ -102,7 +105,7 @@ def add_health(app: FastAPI, telemetry: Telemetry) -> None:
 
 
 def readiness(service: Service) -> list[str]:
-    """Return the reasons why jobs cannot be submitted or trained now; empty if they can."""
+    """Return the reasons why jobs cannot be submitted or trained now. The result is empty if they can."""
     reasons: list[str] = []
     try:
         service.requests.recent_submission("", "", 0.0)

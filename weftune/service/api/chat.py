@@ -41,7 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Maps parameters of OpenAI's API that are not supported to the values that have no effect."""
+"""Maps each parameter of OpenAI's API that is not supported to the values that are accepted, because they
+have no effect."""
 EXAMPLE: dict[str, Any] = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Hello"}],
@@ -242,8 +243,8 @@ async def complete_text(body: TextBody, tenant: Tenant, service: ServiceHere) ->
 
 
 def _find_adapter(service: Service, tenant: str, model: str) -> Adapter | None:
-    """Return the adapter that `model` names, or None for the base. Raise an error with status 404 for any
-    other name."""
+    """Return the adapter that `model` names, or None if it names the base model. Raise an error with status
+    404 for any other name."""
     if is_base(service, model):
         return None
     adapter = find_adapter(service, tenant, model) or find_training_adapter(service, tenant, model)

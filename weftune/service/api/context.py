@@ -1,5 +1,5 @@
-"""Parts that all routes share: the service's stores, the tenant of a request, and routes that read JSON
-strictly."""
+"""Parts that all HTTP routes share: access to the service's stores, the tenant of a request, and a route
+class that parses JSON strictly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def get_service(request: Request) -> Service:
 
 
 Tenant = Annotated[str, Depends(_request_tenant)]
-"""The tenant that the request's API key belongs to."""
+"""Type of a route's parameter that receives the tenant of the request's API key."""
 ServiceHere = Annotated[Service, Depends(get_service)]
 BEARER = Depends(HTTPBearer(auto_error=False, description="A key that `weftune keys create` has printed."))
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -25,8 +25,8 @@ TYPES: Mapping[int, str] = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""Maps an HTTP status to the `type` of the error in the response. The type of all other statuses below 500 is
-`INVALID`."""
+"""Maps an HTTP status to the `type` of the error object in the response. Statuses below 500 that are missing
+here get the type `INVALID`."""
 CODES: Mapping[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
@@ -113,9 +113,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def describe_errors(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
-    """Return the key of the first invalid value, and a sentence about it.
-
-    For a union type, pydantic reports one error per member; the sentence joins them."""
+    """Return the key of the first invalid value in a request, and a sentence about its errors. Pydantic
+    reports one error per member of a union type; the sentence joins them."""
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for error in errors:
         key = _error_location(error["loc"], body, str(error["type"]))
@@ -129,8 +128,8 @@ def describe_errors(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str
 
 
 def _error_location(loc: Sequence[str | int], body: Any, kind: str) -> tuple[str, ...]:
-    """Return the path of keys to an invalid value: pydantic's location without `body` and without the names
-    of union members."""
+    """Return the path of keys to an invalid value of a request: pydantic's location without the prefix `body`
+    and without the names of union members."""
     if not loc or loc[0] != "body":
         return tuple(map(str, loc[1:]))
     key: list[str] = []

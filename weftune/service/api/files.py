@@ -40,7 +40,8 @@ MULTIPART_BYTES = 64 << 10
 UPLOADING = ".uploading"
 """Suffix of a file whose upload is not complete."""
 RESULTS = "file-results-"
-"""Prefix of the ids of metrics files, which do not exist on disk: their content is read from the store."""
+"""Prefix of the ids of metrics files. A metrics file does not exist on disk: its content is created from the
+database when it is requested."""
 FIELDS = ("purpose", "file")
 COLUMNS = {
     "step": "step",
@@ -49,8 +50,8 @@ COLUMNS = {
     "valid_loss": "valid_loss",
     "valid_mean_token_accuracy": "valid_mean_token_accuracy",
 }
-"""Maps the first columns of a metrics file, which are those of OpenAI's API, to the names of the metrics in
-events."""
+"""Maps the first columns of a metrics file, which have OpenAI's names, to the names of the same metrics in
+the events of a job."""
 
 UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -191,7 +192,8 @@ def file_view(record: FileRecord) -> File:
 
 
 def page_fields(rows: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return all fields of a page except its data. `rows` has `limit` + 1 items if there is a next page."""
+    """Return all fields of a page of a list except its items. `rows` has `limit` + 1 items if there is a next
+    page."""
     shown = rows[:limit]
     return {
         "has_more": len(rows) > limit,
@@ -201,7 +203,7 @@ def page_fields(rows: Sequence[Any], limit: int) -> dict[str, Any]:
 
 
 def result_job(file_id: str) -> str | None:
-    """Return the id of the job whose metrics the file contains, or None for an uploaded file."""
+    """Return the id of the job whose metrics a file contains, or None for an uploaded file."""
     return file_id.removeprefix(RESULTS) if file_id.startswith(RESULTS) else None
 
 
@@ -231,7 +233,7 @@ def open_jobs(service: Service, tenant: str) -> list[Submission]:
 
 
 def _file_user(service: Service, tenant: str, file: str) -> str | None:
-    """Return the id of a job that still uses an uploaded file, or None."""
+    """Return the id of an unfinished job that uses an uploaded file, or None if there is no such job."""
     users = (one.id for one in open_jobs(service, tenant) if file in (one.training_file, one.validation_file))
     return next(users, None)
 
@@ -250,7 +252,8 @@ class _Received:
 
 
 class _Form:
-    """A parser of an upload. It keeps small fields in memory, and writes the file's content to `target`."""
+    """A parser of a multipart upload. It keeps small fields in memory, and writes the content of the uploaded
+    file to the file `target`."""
 
     def __init__(self, boundary: str, target: io.BufferedWriter, max_bytes: int) -> None:
         self.received = _Received()

@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 MAX_JSON_BYTES = 512 << 10
 """Maximum bytes of a request that is not an upload. 200 simultaneous requests need at most 100 MiB."""
 MIN_BYTES_PER_SECOND = 16 << 10
-"""Minimum bytes per second of an upload, after its first `body_seconds`. Slower uploads are ended."""
+"""Minimum rate of an upload in bytes per second, which is enforced once the upload has lasted `body_seconds`.
+Slower uploads are ended."""
 DRAIN_BYTES, DRAIN_SECONDS = 4 << 20, 2.0
-"""Maximum bytes that are read from the body of a refused request, and maximum seconds for reading them."""
+"""Limits for reading the body of a request that has already been refused: maximum bytes, and maximum
+seconds."""
 GUARDED = re.compile(r"/(v1|api)(/|$)")
-"""Paths for which requests need an API key."""
+"""Prefixes of the paths for which requests need an API key."""
 UNLOGGED = ("/healthz", "/readyz", "/metrics")
 """Paths of requests that are not logged, since monitoring sends them every few seconds."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -128,8 +130,8 @@ class Guard:
                         return
 
     def _check_request(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise an error if the request is refused before its body is read. Otherwise store its tenant in the
-        scope."""
+        """Raise an error if a request must be refused before its body is read, such as for an invalid API
+        key. Otherwise store the tenant of its API key in the ASGI scope."""
         if b"%00" in scope.get("raw_path", b"") or b"%00" in scope.get("query_string", b""):
             raise ApiError(400, "The address holds a zero byte.", code="invalid_value")
         scope["state"]["tenant"] = tenant = self._tenant_of_key(headers)
@@ -155,8 +157,8 @@ class Guard:
         return self._limits.upload_bytes if is_upload(scope) else MAX_JSON_BYTES
 
     def _limit_receive(self, scope: Scope, receive: Receive) -> Receive:
-        """Return an ASGI `receive` function with limits: a client that sends too many bytes gets status 413,
-        and a client that is too slow gets 408."""
+        """Wrap an ASGI `receive` function and return one with limits: a client that sends too many bytes gets
+        status 413, and a client that is too slow gets 408."""
         max_bytes, seconds = self._max_bytes(scope), self._limits.body_seconds
         begun, received, is_whole = time.monotonic(), 0, False
 
@@ -182,7 +184,7 @@ class Guard:
 
 
 def _raw_path(scope: Scope) -> str:
-    """Return the path in its percent-encoded form, which cannot contain line breaks."""
+    """Return the path of a request in its percent-encoded form, which cannot contain line breaks."""
     return str(scope.get("raw_path", b"").decode("latin-1")[:200])
 
 

@@ -34,11 +34,13 @@ REFUSED_KEYS: Mapping[str, frozenset[str]] = {
     "objective": frozenset({"reward_funcs"}),
     "eval": frozenset({"path"}),
 }
-"""Maps each section of `weftune` to keys of jobs.yaml that name files or modules of the server."""
+"""Maps each section of `weftune`, the part of a request with Weftune's own keys, to its refused keys: those
+that name files or modules of the server in jobs.yaml."""
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 """Maps OpenAI's fine-tuning methods to Weftune's objectives."""
 SWEEP_NAME = "sweep"
-"""Name of a sweep that has no suffix. The names of its trials begin with it."""
+"""Name of a sweep for which the client has given no suffix. The names of the sweep's trials (its jobs) begin
+with this name."""
 SEARCHES = ("grid", "random")
 DATA_KEYS = ("max_length", "train_on")
 JOB_KEYS = (
@@ -88,9 +90,9 @@ def job_keys(
 ) -> dict[str, Any]:
     """Return the job as keys of jobs.yaml, or raise the error for the first invalid value.
 
-    `rows` is the number of training rows. `start` has the adapter keys of the finished job from which the new
-    job starts, with that job's folder as `init_from`. `metrics` maps the names of the Python metrics that
-    jobs may use to their functions, as in `ServiceSettings`.
+    `rows` is the number of training rows. `start`, if given, has the adapter keys of the finished job from
+    which the new job starts, with that job's folder as `init_from`. `metrics` maps the names of the Python
+    metrics that jobs may use to their functions, as in `ServiceSettings`.
     """
     refuse_unsupported(body)
     extension = body.weftune or Extension()
@@ -125,8 +127,8 @@ def job_keys(
 
 
 def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
-    """Return the submissions of a sweep's trials; empty if the job is not a sweep. Raise an error for the
-    first invalid value in the sweep."""
+    """Return one submission for each trial (job) of a sweep, or an empty sequence if the job is not a sweep.
+    Raise an error for the first invalid value in the sweep."""
     if body.weftune is None or body.weftune.sweep is None:
         return []
     if "eval" not in submission.job:
@@ -163,8 +165,8 @@ def trials_of(submission: Submission, body: JobRequest) -> list[Submission]:
 def _trial_request(
     request: Mapping[str, Any], job: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the request by which a trial could have been submitted alone: without the sweep, and with the
-    trial's learning rate."""
+    """Return the request body with which a trial of a sweep could have been submitted as a job of its own:
+    without the sweep, and with the trial's learning rate."""
     extension = {key: value for key, value in request["weftune"].items() if key != "sweep"}
     if "learning_rate" in values:
         extension["learning_rate"] = job["learning_rate"]
@@ -173,7 +175,7 @@ def _trial_request(
 
 def _refuse_server_keys(sweep: Mapping[str, Any]) -> None:
     """Refuse a sweep with an unsupported search, with values that name files or modules of the server, or
-    with more values than trials. Other errors are found when the sweep is read."""
+    with more values than trials. Other errors are found later, when the sweep is parsed."""
     search = sweep.get("search", SEARCHES[0])
     if search not in SEARCHES:
         reason = (
@@ -229,8 +231,8 @@ def _given_values(extension: Extension, names: tuple[str, ...]) -> dict[str, Any
 
 
 def _request_section(values: Mapping[str, Any] | None, section: str) -> Mapping[str, Any]:
-    """Return the keys of a section of `weftune`. Raise an error if a key names a file or module of the
-    server."""
+    """Return the keys of one section of `weftune`, the part of a request with Weftune's own keys. Raise an
+    error if a key names a file or module of the server."""
     refused = REFUSED_KEYS[section]
     for key in values or ():
         param = f"weftune.{section}.{key}"
@@ -263,7 +265,8 @@ def _read_objective(body: JobRequest, extension: Extension) -> dict[str, Any]:
 
 
 def _learning_rate(extension: Extension, hyperparameters: Hyperparameters, kind: Any) -> dict[str, float]:
-    """Return the learning rate. `learning_rate_multiplier` multiplies the default of the objective."""
+    """Return the learning rate that a request asks for. `learning_rate_multiplier` multiplies the default
+    learning rate of the job's objective."""
     multiplier = hyperparameters.learning_rate_multiplier
     if extension.learning_rate is not None:
         if multiplier != "auto":
@@ -302,8 +305,8 @@ def _evaluation(
 
 
 def _epoch_fraction(epochs: float) -> float:
-    """Return the fraction of the run that one epoch takes, rounded down so that evaluations are never more
-    than an epoch apart."""
+    """Return the fraction of a job's training that one epoch takes. The fraction is rounded down so that
+    evaluations are never more than an epoch apart."""
     return math.floor(1e9 / epochs) / 1e9
 
 
@@ -311,8 +314,8 @@ def _epoch_fraction(epochs: float) -> float:
 
 
 def validate_job(keys: Mapping[str, Any], body: JobRequest) -> JobSpec:
-    """Return the validated job, or raise an error for its first invalid key. The error names the key that the
-    client wrote."""
+    """Return the job that the keys of jobs.yaml describe, or raise an error for its first invalid key. The
+    error names the key that the client wrote."""
     try:
         return JobSpec(**keys)
     except SpecError as error:

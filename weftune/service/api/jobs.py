@@ -1,5 +1,6 @@
-"""OpenAI's fine-tuning jobs, their events and checkpoints. A job's state is what the training process has
-recorded; requests to change it are stored as commands, which training reads at its next window."""
+"""OpenAI's fine-tuning jobs, their events and checkpoints. The state of a job is read from the training
+process's records. Requests to change it are stored as commands, which the training process reads between two
+windows (runs of a few global batches of every job)."""
 
 from __future__ import annotations
 
@@ -41,10 +42,11 @@ log = logging.getLogger(__name__)
 
 MAX_PAGE = 100
 REPEAT_SECONDS = 600.0
-"""Seconds within which a request that the client marks as a repetition returns the job of the first
-request."""
+"""Seconds within which a request that the client marks as a repetition returns the job of the earlier, equal
+request instead of a new job."""
 QUEUE_SECONDS = 30
-"""Seconds in the header Retry-After of the response if a tenant has too many jobs."""
+"""Seconds after which a client that has too many unfinished jobs may submit again, sent in the response's
+header Retry-After."""
 METADATA = re.compile(r"metadata\[.{1,64}\]")
 VALIDATING = "validating_files"
 UNSTARTED = JobStatus()
@@ -167,7 +169,8 @@ def find_job(service: Service, tenant: str, id: str) -> Submission:
 def new_submission(
     service: Service, tenant: str, body: JobRequest, idempotency_key: str | None = None
 ) -> Submission:
-    """Return the job that a request describes, or raise an error for the first invalid value."""
+    """Return the job that the body of a request describes, or raise an error for its first invalid value.
+    Nothing is stored."""
     id, now, settings = new_id("ftjob"), time.time(), service.settings
     start = _starting_adapter(service, tenant, body.model)
     training = service.requests.file(tenant, body.training_file)
@@ -212,7 +215,8 @@ def new_submission(
 
 
 def _starting_adapter(service: Service, tenant: str, model: str) -> dict[str, Any] | None:
-    """Return the adapter keys of the model from which a job starts; None for the base."""
+    """Return the adapter keys, as in jobs.yaml, of the model from which a new job starts. None if it starts
+    from the base model alone."""
     if is_base(service, model):
         return None
     found = find_adapter(service, tenant, model)
@@ -254,7 +258,7 @@ def _refuse_full_queue(service: Service, tenant: str, key: str | None, count: in
 
 
 def refuse_large_sweep(service: Service, count: int) -> None:
-    """Raise an error if a sweep has more trials than a tenant may have jobs."""
+    """Raise an error if a sweep has more trials (jobs) than a tenant may have jobs."""
     most = service.settings.quotas.queued_jobs
     if most is not None and count > most:
         raise invalid_request(
@@ -347,14 +351,15 @@ def used_hyperparameters(body: JobRequest, job: Mapping[str, Any]) -> UsedHyperp
 
 
 def used_method(job: Mapping[str, Any], used_hyperparameters: UsedHyperparameters) -> UsedMethod:
-    """Return the method in the form of OpenAI's API. Every preference objective is shown as dpo."""
+    """Return a job's training method (objective and its settings) in the form of OpenAI's API. Every
+    preference objective is shown as dpo."""
     if job["objective"].get("kind", "sft") == "sft":
         return UsedMethod(type="supervised", supervised=UsedMethod.Used(hyperparameters=used_hyperparameters))
     return UsedMethod(type="dpo", dpo=UsedMethod.Used(hyperparameters=used_hyperparameters))
 
 
 def hide_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of a job without values that are paths on this machine."""
+    """Return the keys and values of a job with all values left out that are paths on this machine."""
     shown = {key: value for key, value in job.items() if key not in ("name", "data", "eval", "adapter")}
     for section, hidden in (("data", "path"), ("eval", "path"), ("adapter", "init_from")):
         if section in job:

@@ -1,4 +1,5 @@
-"""OpenAI's models: the base, finished adapters, and checkpoints under names of their own."""
+"""The models endpoints of OpenAI's API. They list the base model, finished adapters, and checkpoints, each
+under a name of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ router = APIRouter(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that can answer prompts: the finished adapter of a job, or one of the job's checkpoints."""
+    """An adapter that can answer prompts: the finished adapter of a job, or a checkpoint of the job."""
 
     job: str
     step: int | None
@@ -49,8 +50,8 @@ def find_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
 
 
 def find_training_adapter(service: Service, tenant: str, name: str) -> Adapter | None:
-    """Return the adapter of a job that is training, given the model name of its future finished adapter. None
-    if the tenant trains no such job."""
+    """Return the adapter of a job that is training, found by the model name that the adapter will have when
+    it is finished. None if the tenant trains no such job."""
     parsed = parse_adapter_name(name)
     row = None if parsed is None else service.training.job(parsed.job, tenant)
     if parsed is None or parsed.step is not None or row is None or row.state is not State.RUNNING:
@@ -63,8 +64,8 @@ def find_training_adapter(service: Service, tenant: str, name: str) -> Adapter |
 
 
 def adapter_keys(service: Service, adapter: Adapter) -> dict[str, Any]:
-    """Return the keys of an adapter that starts from `adapter`: a copy of its keys, with its folder as
-    `init_from`."""
+    """Return the adapter keys, as in jobs.yaml, of a new adapter that starts from `adapter`: the keys of
+    `adapter`, and its folder as `init_from`."""
     submission = service.requests.submission(None, adapter.job)
     assert submission is not None, f"{adapter.job} has been submitted"
     return {**submission.job["adapter"], "init_from": str(adapter.folder)}

@@ -1,5 +1,6 @@
 """Weftune's own API beside OpenAI's: an overview of jobs with live updates, loss curves, the device's last
-windows, receipts, plans of jobs before they are submitted, priorities, and downloads of adapters."""
+windows (a few global batches of every job each), receipts (used resources), plans of jobs before they are
+submitted, priorities, and downloads of adapters."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ CURVE_POINTS = 1000
 PLANNED_JOBS = 64
 """Maximum number of running and waiting jobs that the plan of a new job considers."""
 MAX_PLANS = 4
-"""Maximum number of plan requests that may wait at the same time. Plans are computed one after another."""
+"""Maximum number of plan requests that may wait or be computed at the same time. One plan is computed after
+another."""
 MAX_STREAMS = 20
 """Maximum number of simultaneous streams of server-sent events per tenant."""
 STREAM_SECONDS = 1.0
@@ -66,7 +68,7 @@ SILENT_SECONDS = 15.0
 """Seconds without a change after which a stream of server-sent events sends a comment, so that proxies keep
 it open."""
 STREAM_MINUTES = 30.0
-"""Minutes after which the server ends a stream of server-sent events. The client then reconnects."""
+"""Minutes after which the server ends a stream of server-sent events. The client then opens a new stream."""
 CHUNK = 1 << 20
 ANOTHER = "another tenant's job"
 
@@ -348,8 +350,8 @@ def set_priority(job_id: str, body: PriorityRequest, tenant: Tenant, service: Se
 
 
 class Names:
-    """The names of jobs that one tenant may see: the tenant's own jobs by name, and no names of other
-    tenants' jobs."""
+    """The names of jobs that one tenant may see: the tenant's own jobs have names, and the jobs of other
+    tenants have none."""
 
     def __init__(self, service: Service, tenant: str) -> None:
         self._requests, self._tenant = service.requests, tenant
@@ -363,7 +365,7 @@ class Names:
         return self._names[job]
 
     def replace_ids(self, text: str) -> str:
-        """Return a scheduler message in which ids of jobs are replaced by names."""
+        """Return a message of the scheduler in which ids of jobs are replaced by names."""
         return JOB_ID.sub(lambda found: self.visible_name(found[0]) or ANOTHER, text)
 
 
@@ -375,7 +377,8 @@ def job_name(submission: Submission) -> str:
 
 
 def _job_changes(service: Service, submissions: Sequence[Submission], names: Names) -> JobChanges:
-    """Return the current states of the given jobs, and the numbers of running and waiting jobs."""
+    """Return what an overview of jobs shows as changing over time: the current states of the given jobs, and
+    the numbers of running and waiting jobs."""
     unfinished = service.training.unfinished_jobs()
     queue: list[str] = []
     if any(row.state is State.QUEUED for row in unfinished):
@@ -507,7 +510,8 @@ def windows(
 
 
 def window_view(row: WindowRow, names: Names) -> WindowView:
-    """Return a window as a tenant may see it."""
+    """Return a record of a window (a few global batches of every job, run together) as a tenant may see it,
+    without the names of other tenants' jobs."""
     values = row.values
     keys = ("jobs", "tokens", "capacity", "microbatches", "shared", "seconds", "peak_bytes")
     return WindowView(
@@ -548,12 +552,14 @@ def _memory_view(values: Mapping[str, Any], names: Names) -> MemoryView:
 
 
 def _training_bytes(memory: Mapping[str, int]) -> int:
-    """Return the bytes that the base and the training jobs may use."""
+    """Return the bytes that the base model and the training jobs may use, from the record of a window (a few
+    global batches of every job), which has the device's memory by purpose."""
     return memory["budget_bytes"] - memory.get("answer_bytes", 0)
 
 
 def _split_tenant_numbers(numbers: Mapping[str, int], names: Names) -> tuple[dict[str, int], int, int]:
-    """Return the numbers of the tenant's own jobs, and the count and sum of the numbers of all other jobs."""
+    """Divide numbers by job into those of the tenant's own jobs, and the count and sum of the numbers of all
+    other jobs."""
     own = {job: number for job, number in numbers.items() if names.visible_name(job) is not None}
     return own, len(numbers) - len(own), sum(numbers.values()) - sum(own.values())
 
@@ -583,7 +589,8 @@ def receipt(job_id: str, tenant: Tenant, service: ServiceHere) -> ReceiptView:
 
 
 def _read_receipt(service: Service, submission: Submission) -> ReceiptView | None:
-    """Return the receipt of a job, or the summed receipts of a sweep's trials. None if nothing was used."""
+    """Return the receipt of a job (the resources that it has used), or the summed receipts of a sweep's
+    trials. None if nothing was used."""
     ids = service.requests.trial_ids([submission.id])[submission.id] if submission.is_sweep else []
     found = [service.training.receipt(id) for id in ids or [submission.id]]
     values = [asdict(one) for one in found if one is not None]
@@ -601,7 +608,8 @@ def _unused_receipt(job: str) -> ReceiptView:
 
 
 class Streams:
-    """The open streams of server-sent events, counted by tenant, and the queue of plan requests."""
+    """The open streams of server-sent events, counted by tenant, and the number of plan requests that wait or
+    are being computed."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -612,8 +620,8 @@ class Streams:
         self.plans = 0
 
     def allows_stream(self, tenant: str, key: str) -> bool:
-        """Return whether a stream that was opened with this API key may continue: not after the key has been
-        revoked."""
+        """Return whether a tenant may keep a stream open that was opened with this API key. The stream must
+        be closed once the key has been revoked or the service is stopping."""
         return not self.is_closing and self._keys.find_tenant(key) == tenant
 
 
@@ -660,15 +668,15 @@ async def _stream_events(service: Service, tenant: str, key: str, streams: Strea
 
 @dataclass(slots=True)
 class Seen:
-    """The values that were already sent over a client's stream of changes."""
+    """The values that a client has already received over its stream of changes."""
 
     service: Service
     tenant: str
     jobs: dict[str, JobSummary]
     counts: tuple[bool, int, int] | None
     metrics: dict[str, int]
-    """Maps each job to the number of the last event with metrics that was sent, or that existed when the
-    stream began."""
+    """Maps each job to the number of its last event with metrics that the client has received, or that
+    existed when the stream began."""
     window: int
 
     @classmethod
@@ -769,24 +777,24 @@ async def plan(request: Request, body: JobRequest, tenant: Tenant, service: Serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlannedQueue:
-    """The jobs that train or wait when a new job or sweep is planned, with the priorities that the policy
-    gives them."""
+    """The queue when a new job or sweep is planned: the jobs that train or wait, and the priorities that the
+    scheduling policy gives them."""
 
     other_jobs: list[OtherJob]
-    """Running jobs, followed by waiting jobs. Jobs that a quota holds back are left out."""
+    """Running jobs, followed by waiting jobs. Waiting jobs that a tenant's quota holds back are left out."""
     priority: int
     """Effective priority of the new job, or of the trial that is admitted first."""
     hold_reasons: Mapping[str, str]
-    """Maps each new job that a quota would hold back to the reason."""
+    """Maps each new job that the tenant's quota would keep waiting to the reason."""
     jobs_ahead: int
     running_jobs: int
     budget_bytes: int | None
-    """Maximum bytes of memory for training on a CPU. None if no window has recorded it."""
+    """Maximum bytes of memory for training on a CPU. None on a GPU, or if no job has trained yet."""
 
 
 def _planned_queue(service: Service, submissions: Sequence[Submission]) -> _PlannedQueue:
-    """Return the queue of running and waiting jobs to which a new job, or the trials of a new sweep, are
-    added."""
+    """Return the queue of running and waiting jobs, with a new job or the trials of a new sweep at their
+    place in the order of admission."""
     rows = {row.id: row for row in service.training.unfinished_jobs()}
     new = [new_job(service.requests, one, position) for position, one in enumerate(submissions)]
     ids = {one.id for one in submissions}
@@ -909,8 +917,8 @@ def _file_pieces(path: Path) -> Iterator[bytes]:
 
 
 class _Pieces(io.RawIOBase):
-    """A write-only file whose content is removed piece by piece, so that an archive can be sent while it is
-    created."""
+    """A write-only file object from which written content is taken out piece by piece, so that an archive can
+    be sent while it is created."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

@@ -1,5 +1,5 @@
-"""Sweeps in the API. A sweep is shown as one job, whose state follows from its trials, together with the
-ranking of the trials, which the training process writes to sweep.json."""
+"""Sweeps in the HTTP API. A sweep is shown as one job, whose state follows from its trials (the sweep's
+jobs), together with the ranking of the trials, which the training process writes to sweep.json."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ STANDINGS: Mapping[State, TrialState] = {
     State.FAILED: "failed",
     State.CANCELLED: "left",
 }
-"""Maps job states to trial states, for a sweep whose sweep.json does not exist yet. Jobs in other states
-count as waiting trials."""
+"""Maps the state of a job to the state of a trial, for a sweep whose file sweep.json does not exist yet.
+Trials whose job is in a state that is missing here are shown as waiting."""
 
 router = APIRouter(
     prefix="/api/sweeps", tags=["Weftune"], route_class=StrictRoute, dependencies=[BEARER], responses=ERRORS
@@ -133,8 +133,8 @@ def job_row(service: Service, submission: Submission) -> JobRow | None:
 
 
 def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
-    """Return the sweep's record that the training process has written. None before the first trial is
-    admitted, or if the file cannot be read."""
+    """Return the record of a sweep that the training process has written to sweep.json. None before the
+    sweep's first trial is admitted, or if the file cannot be read."""
     folder = settings.jobs / sweep
     with suppress(OSError, OutputError):
         return _read_cached_record(folder, (folder / SWEEP_FILE).stat().st_mtime_ns)
@@ -143,8 +143,8 @@ def sweep_record(settings: ServiceSettings, sweep: str) -> SweepRecord | None:
 
 @lru_cache(maxsize=512)
 def _read_cached_record(folder: Path, changed_at: int) -> SweepRecord | None:
-    """Read the record of a sweep. Results are cached by `changed_at`, the time at which the file was last
-    written."""
+    """Read the record of a sweep from sweep.json in `folder`. Results are cached by `changed_at`, the time at
+    which the file was last written."""
     return read_record(folder)
 
 
@@ -185,8 +185,9 @@ def _sweep_row(
 
 
 def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) -> State:
-    """Return the state of a sweep. `trials` contains None for each trial that the training process has not
-    recorded yet. A sweep has succeeded if a trial has succeeded and the best trials are known."""
+    """Return the state of a sweep's job. `trials` has the records of the sweep's trials, and contains None
+    for each trial that the training process has not recorded yet. A sweep has succeeded if a trial has
+    succeeded and the best trials are known."""
     known = [row for row in trials if row is not None]
     states = {row.state for row in known}
     if len(known) == len(trials) and all(state.has_ended for state in states):
@@ -203,7 +204,8 @@ def _sweep_state(trials: Sequence[JobRow | None], record: SweepRecord | None) ->
 
 
 def _count_text(known_jobs: Sequence[JobRow], count: int) -> str:
-    """Return a sentence that gives the number of trials in each state."""
+    """Return a text that gives the number of a sweep's trials in each state. Trials without a record, out of
+    `count`, are counted as well."""
     left = sum(row.status.reason.startswith(LEFT) for row in known_jobs)
     numbers = {
         "train": sum(row.state is State.RUNNING for row in known_jobs),

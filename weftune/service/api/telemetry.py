@@ -1,5 +1,5 @@
 """Metrics for Prometheus: counts and durations of this process's requests, and numbers of jobs from the
-stores."""
+database."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Telemetry:
 
 
 class _Stores(Collector):
-    """A collector that reads numbers from the stores at every scrape. It yields nothing while the stores are
-    locked."""
+    """A collector that reads numbers from the stores at every scrape. The collector yields nothing while the
+    stores are locked."""
 
     def __init__(self, requests: RequestStore, training: TrainingStore) -> None:
         self._requests, self._training = requests, training
@@ -91,7 +91,8 @@ class _Stores(Collector):
 
 
 def _memory_metric(memory: Mapping[str, Any]) -> Metric:
-    """Return a metric of a window's device bytes, labelled by purpose."""
+    """Return a Prometheus metric of device bytes, labelled by purpose, from the memory values that the
+    training process has recorded with the last window (a few global batches of every job)."""
     metric = GaugeMetricFamily(
         "weftune_memory_bytes", "Device bytes in the last window by purpose.", labels=["part"]
     )

@@ -1,5 +1,5 @@
-"""Connections to the two sets of tables, and the migrations of the tables. Each set has one writing
-connection and several reading ones."""
+"""Connections to the service's two sets of tables (clients' requests, and records of training), and the
+migrations of the tables. Each set has one writing connection and several reading ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class StoreUnavailable(WeftuneError):
 
 
 class Database:
-    """Thread-safe connections of one process to one set of tables."""
+    """Thread-safe connections of one process to one of the two sets of tables: either clients' requests or
+    the records of training."""
 
     def __init__(self, readers: Engine, writer: Engine | None, busy_seconds: float) -> None:
         self._readers, self._writer = readers, writer
@@ -93,7 +94,8 @@ def open_training(settings: ServiceSettings, writable: bool, busy_seconds: float
 
 
 def upgrade_store(settings: ServiceSettings, folder: Path = MIGRATIONS) -> None:
-    """Create both sets of tables, or bring them to the current version. Safe to repeat after a crash.
+    """Create both sets of tables, or bring them to the current version. The call can be repeated after a
+    crash.
 
     The supervisor calls this before it starts processes, so that every process finds all tables.
     """
@@ -202,7 +204,8 @@ def _postgres_engine(url: str, busy_seconds: float, **keys: Any) -> Engine:
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise StoreUnavailable for errors that are not bugs, such as a lock, a full disk, or missing tables."""
+    """Convert database errors that are not bugs, such as a lock, a full disk, or missing tables, to
+    StoreUnavailable."""
     try:
         yield
     except (OperationalError, PoolTimeoutError) as error:
@@ -255,8 +258,8 @@ def _schema_revision(connection: Connection, tables: TableSet) -> str | None:
 
 @contextmanager
 def _upgrade_exclusively(connection: Connection, settings: ServiceSettings) -> Iterator[None]:
-    """Hold a lock so that only one process upgrades the tables. The lock is released when the process
-    ends."""
+    """Hold a database lock during the block so that only one process upgrades the tables. The lock is
+    released even if the process dies."""
     if settings.database is not None:
         lock = "(hashtext('weftune upgrade'))"
         with connection.begin():
@@ -284,7 +287,8 @@ Record = TypeVar("Record")
 
 
 def to_values(record: Any) -> dict[str, Any]:
-    """Return the columns of a record for insertion, without `number`, which the database assigns."""
+    """Return a dict of a record's columns for insertion into a table, without `number`, which the database
+    assigns."""
     return {one.name: getattr(record, one.name) for one in fields(record) if one.name != "number"}
 
 
@@ -305,7 +309,7 @@ def insert_rows(
     """Insert rows with equal columns, or update existing rows with the same values in the columns `keys`.
 
     `changes` names the columns of an existing row that get the new row's values; as a mapping, it gives an
-    expression for each column. If it is empty, existing rows stay as they are.
+    expression for each column. If `changes` is empty, existing rows stay as they are.
     """
     if not (values := [dict(row) for row in rows]):
         return

@@ -1,4 +1,5 @@
-"""The records of the training process: jobs, transitions, events, checkpoints, receipts, and its lease."""
+"""The records that the training process keeps in the database: jobs, transitions between states, events,
+checkpoints, receipts (used resources), and its lease (its exclusive right to write)."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from weftune.service.store.tables import (
 KEPT_WINDOWS = 200
 LEASE = "training"
 PATIENCE = 1.25
-"""Time without a renewal after which another process may take over a lease, as a multiple of the lease's
-duration."""
+"""Time without a renewal after which another process may take over a lease (the exclusive right to write), as
+a multiple of the lease's duration."""
 POLL_SECONDS = 0.1
 
 
@@ -40,7 +41,8 @@ Measured = Literal["train", "eval", "base", "rung"]
 
 
 class LeaseHeld(WeftuneError):
-    """An error raised if another process holds the lease, or may still hold it."""
+    """An error raised if another process holds, or may still hold, the lease: the exclusive right to write
+    the training tables."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
@@ -50,7 +52,8 @@ class LeaseHeld(WeftuneError):
 
 
 class LeaseLost(WeftuneError):
-    """An error raised if another process has taken the lease. This process must end without writing."""
+    """An error raised if another process has taken the lease, the exclusive right to write the training
+    tables. The process that lost the lease must end without writing."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -61,7 +64,7 @@ class LeaseLost(WeftuneError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as the training process records it."""
+    """A job as the training process records it in the database."""
 
     id: str
     tenant: str
@@ -88,7 +91,7 @@ class Transition:
     job: str
     at: float
     old: State | None
-    """Previous state. None for the first state of a job."""
+    """State of the job before the transition. None for the job's first state."""
     new: State
     reason: str = ""
     number: int = 0
@@ -104,10 +107,11 @@ class EventRow:
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     measured: Measured | None = None
-    """Kind of samples on which the metrics were measured, or `rung` for evaluations and decisions at the
-    steps where a sweep compares its trials. None for all other events."""
+    """Kind of samples on which the metrics were measured, or `rung` for evaluations and decisions at a rung
+    (a step at which a sweep compares its trials). None for all other events."""
     step: int | None = None
-    """Step at which the metrics were measured, or the number of a sweep's decision."""
+    """Step at which the metrics were measured or, for an event of a sweep, the number of the sweep's
+    decision."""
     number: int = 0
 
 
@@ -120,7 +124,7 @@ class CheckpointRow:
     model: str
     """Model name under which the checkpoint answers prompts."""
     folder: str
-    """Folder of the adapter, relative to the job's folder."""
+    """Folder of the checkpoint's adapter, relative to the job's folder."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
 
@@ -140,7 +144,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRow:
-    """An executed window (microbatches that were planned together), with planned and measured values."""
+    """An executed window (a few global batches of every job, planned together), with planned and measured
+    values."""
 
     at: float
     values: Mapping[str, Any]
@@ -150,7 +155,7 @@ class WindowRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRow:
     holder: str
-    """Process that holds the lease. Empty if it has been released."""
+    """Name of the process that holds the lease. Empty if the lease has been released."""
     token: int
     renewals: int
     seconds: float
@@ -176,7 +181,8 @@ class Changes:
     number."""
     windows: Sequence[WindowRow] = ()
     cursors: Mapping[str, int] = field(default_factory=dict)
-    """Maps `prepared` and `commands` to the number of the last row that has been applied."""
+    """Maps `prepared` (prepared jobs) and `commands` (requests to change jobs) to the number of the last row
+    that has been applied."""
 
 
 class TrainingStore:
@@ -187,10 +193,11 @@ class TrainingStore:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._token: int | None = None
-        """Fencing token of the lease that this process holds. None if it holds none."""
+        """Fencing token of the lease (the exclusive right to write) that this process holds. None if it holds
+        no lease."""
         self._observed_lease: tuple[tuple[int, int], float] | None = None
-        """Token and number of renewals of another process's lease, and the monotonic time at which they were
-        first observed."""
+        """Observation of another process's lease: a pair of its token and number of renewals, and the
+        monotonic time, in seconds, at which these were first seen."""
 
     def close(self) -> None:
         self._database.close()
@@ -198,12 +205,14 @@ class TrainingStore:
     # -- the lease ---------------------------------------------------------------------------------------
 
     def acquire_lease(self, holder: str, seconds: float, wait_seconds: float = 0.0) -> int:
-        """Become the only writer and return the fencing token, which is greater than all earlier ones.
+        """Take the lease, by which this process is the only writer, and return its fencing token, which is
+        greater than all earlier ones.
 
         `holder` is `process_name()`. Raise LeaseHeld if the lease is not available within `wait_seconds`. A
         lease is available if it was released, if its holder was a process of this machine that has ended, or
         if this object has seen no renewal for slightly longer than the lease lasts, by a monotonic clock.
-        Since that must be observed, repeat the call or pass `wait_seconds`."""
+        Observing that takes time, so repeat the call or pass `wait_seconds`.
+        """
         deadline = time.monotonic() + wait_seconds
         while True:
             lease = self.lease()
@@ -223,8 +232,8 @@ class TrainingStore:
         return now - self._observed_lease[1] > lease.seconds * PATIENCE
 
     def _take_lease(self, lease: LeaseRow | None, holder: str, seconds: float) -> int | None:
-        """Take the lease and return the fencing token. Return None if another process has changed the lease
-        in the meantime."""
+        """Take the lease (the exclusive right to write) and return the fencing token. Return None if another
+        process has changed the lease since `lease` was read."""
         values = {
             "holder": holder,
             "token": 1 if lease is None else lease.token + 1,
@@ -246,8 +255,8 @@ class TrainingStore:
         return row.token if is_own else None
 
     def renew_lease(self, seconds: float) -> None:
-        """Extend the lease by `seconds`. Must be called well before they have passed. Raise LeaseLost if
-        another process has taken the lease."""
+        """Extend the lease (the exclusive right to write) to `seconds` from now. The next call must come well
+        before they have passed. Raise LeaseLost if another process has taken the lease."""
         with self._database.write() as connection:
             self._check_lease(connection)
             connection.execute(
@@ -466,14 +475,15 @@ class TrainingStore:
             return {tenant: int(tokens) for tenant, tokens in rows}
 
     def last_windows(self, limit: int = 1) -> list[WindowRow]:
-        """Return the latest windows, the newest first."""
+        """Return the records of the latest windows (a few global batches of every job each), the newest
+        first."""
         query = select(windows).order_by(windows.c.number.desc()).limit(limit)
         with self._database.read() as connection:
             return [to_record(WindowRow, row) for row in connection.execute(query)]
 
     def cursors(self) -> dict[str, int]:
-        """Return a mapping from `prepared` and `commands` to the number of the last applied row. Empty if
-        none has been applied."""
+        """Return a mapping from `prepared` (prepared jobs) and `commands` (requests to change jobs) to the
+        number of the last row that has been applied. Empty if none has been applied."""
         with self._database.read() as connection:
             return {row.name: row.number for row in connection.execute(select(cursors))}
 
@@ -483,7 +493,7 @@ class TrainingStore:
 _STATUS_FIELDS = tuple(one.name for one in fields(JobStatus) if one.name != "state")
 _JOB_COLUMNS = ("state", *(one.name for one in fields(JobRow) if one.name not in ("id", "number")))
 _PORTION = 500
-"""Maximum number of ids in one query; SQLite allows 32,766 parameters."""
+"""Maximum number of ids in one database query. SQLite allows 32,766 parameters."""
 
 
 def _job_values(job: JobRow) -> dict[str, Any]:
@@ -520,7 +530,8 @@ def has_exited(holder: str) -> bool:
 
 
 def _machine_name() -> str:
-    """Return a name of this machine since its last boot, within which process ids are unique."""
+    """Return a name of this machine that changes at every boot, so that a process id is unique together with
+    it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}.{boot}.{os.stat('/proc/self/ns/pid').st_ino}"

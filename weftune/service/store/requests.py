@@ -49,7 +49,8 @@ class FileRecord:
 class Submission:
     """A job as it was submitted. The training process records its state separately.
 
-    A sweep is submitted as one job that is not trained itself, followed by a job for each of its trials.
+    A sweep is submitted as one job that is not trained itself, followed by one submission for each of its
+    trials (the jobs that are trained).
     """
 
     id: str
@@ -72,7 +73,8 @@ class Submission:
     """Id of the sweep's job: for a trial, the sweep that it belongs to; for a sweep, its own id. None for all
     other jobs."""
     trial: Mapping[str, Any] | None = None
-    """Values in which a trial differs from the sweep's other trials, by dotted key."""
+    """Values in which a trial differs from the sweep's other trials, by dotted key such as `adapter.rank`.
+    None for a job that is no trial."""
     number: int = 0
 
     @property
@@ -180,8 +182,8 @@ class RequestStore:
 
         Requests are the same if tenant, idempotency key and body hash are equal. Raise IdempotencyConflict if
         the key is equal but the body is not. If the client marks a request without a key as a repetition,
-        `repeat_since` is given: the request is then also the same as one of the tenant with an equal body
-        that was stored at this time or later.
+        `repeat_since` is given: the request is then also the same as a request of the tenant with an equal
+        body that was stored at this time or later.
         """
         try:
             with self._database.write() as connection:
@@ -267,13 +269,14 @@ class RequestStore:
         return found
 
     def trials(self, sweep: str) -> list[Submission]:
-        """Return the trials of a sweep, in their order."""
+        """Return the trials (jobs) of a sweep, in the order of the sweep."""
         with self._database.read() as connection:
             rows = connection.execute(_trials_query(select(submissions), [sweep]))
             return [to_record(Submission, row) for row in rows]
 
     def trial_ids(self, sweeps: Iterable[str]) -> dict[str, list[str]]:
-        """Return a mapping from each of these sweeps to the ids of its trials, in their order."""
+        """Return a mapping from each of these sweeps to the ids of the sweep's trials, in the order of the
+        sweep."""
         found: dict[str, list[str]] = {sweep: [] for sweep in sweeps}
         query = _trials_query(select(submissions.c.id, submissions.c.sweep), found)
         with self._database.read() as connection:
@@ -291,8 +294,8 @@ class RequestStore:
             return [to_record(Submission, row) for row in connection.execute(query)]
 
     def mark_prepared(self, job: str, refusal: Mapping[str, Any] | None = None) -> None:
-        """Record that a job is prepared or, with `refusal`, that it cannot be trained. Only the first call
-        for a job has an effect."""
+        """Record that a job is prepared (checked and tokenised) or, with `refusal`, that it cannot be
+        trained. Only the first call for a job has an effect."""
         row = {"job": job, "at": time.time(), "refusal": refusal}
         with self._database.write() as connection:
             insert_rows(connection, prepared, [row])
@@ -334,7 +337,8 @@ class RequestStore:
             ]
 
     def commands_after(self, number: int, limit: int = 1000) -> list[Command]:
-        """Return clients' commands that were stored after the command with this number, the oldest first."""
+        """Return clients' commands (requests to change jobs) that were stored after the command with this
+        number, the oldest first."""
         query = select(commands).where(commands.c.number > number).order_by(commands.c.number).limit(limit)
         with self._database.read() as connection:
             return [to_record(Command, row) for row in connection.execute(query)]

@@ -26,7 +26,7 @@ from sqlalchemy import (
 
 REQUESTS, TRAINING = MetaData(), MetaData()
 Number = BigInteger().with_variant(Integer, "sqlite")
-"""Type of a primary key that the database assigns; SQLite does so for INTEGER only."""
+"""Type of a primary key that the database assigns; SQLite assigns keys of type INTEGER only."""
 
 # -- written by the HTTP process ------------------------------------------------------------------------
 
