@@ -58,8 +58,8 @@ class AttachedJob:
     """Groups of linears that share their input, and groups of a layer's experts, that the job's adapter
     changes."""
     serial: int
-    """Serial number of this attachment. It is new if a job is attached again, since its tensors may then have
-    other addresses."""
+    """Serial number of this attachment of a job to the base. A job that is attached again gets a new number,
+    since its tensors may have moved to other addresses."""
     version: int
     """Version number of the weights that passes read: the step that computed them, a negative number for a
     mean of several steps' weights, or 0 without training."""

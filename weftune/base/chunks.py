@@ -102,8 +102,8 @@ class ChunkKeys:
 
     @property
     def states(self) -> tuple[dict[int, tuple[Tensor, Tensor]], ...]:
-        """Raise AssertionError. Recurrent states are not supported: a base with such layers does not run
-        samples in chunks."""
+        """Raise AssertionError. Recurrent states are not supported, since a base with recurrent layers does
+        not run samples in chunks."""
         raise AssertionError("no sample is cut into chunks where layers have a recurrent state")
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rule: Rule, layer: int) -> Tensor:

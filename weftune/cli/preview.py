@@ -164,7 +164,7 @@ def _show_trials(console: Console, run: RunSpec, sweeps: Sequence[Sweep]) -> Non
 def draw_samples(
     group: SharedSamples, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = (), uses_marks: bool = False
 ) -> list[RenderableType]:
-    """Draw up to `rows` samples of one dataset for the terminal. Their text is never interpreted as markup.
+    """Render up to `rows` samples of one dataset for the terminal. Their text is never interpreted as markup.
     If `uses_marks`, supervised text is also shown between `MARKS`, for output without colours."""
     from rich.panel import Panel
     from rich.rule import Rule

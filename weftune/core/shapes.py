@@ -94,7 +94,8 @@ class SiteShape:
 
     @property
     def active_weights(self) -> int:
-        """Number of the site's weights that each token is multiplied by."""
+        """Number of weights by which each token is multiplied at the site (an adapted linear); in a mixture
+        of experts, only those of the experts that the token is routed to."""
         return self.active_matrices * self.in_features * self.out_features
 
     @property

@@ -209,7 +209,7 @@ class FrozenWeight(Protocol):
         """Write the dense weight matrix to `out_NK`."""
 
     def slice_outputs(self, low: int, high: int) -> FrozenWeight:
-        """Return the weight of the outputs `low` to `high` of a linear."""
+        """Return the rows of a linear's weight for the outputs `low` to `high` − 1."""
 
 
 Weight = Tensor | FrozenWeight

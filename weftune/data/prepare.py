@@ -254,8 +254,8 @@ def data_identity(data: DataSpec, evaluation: EvalSpec | None, row_kind: RowKind
 
 
 def open_held_out(data: DataSpec, evaluation: EvalSpec) -> list[Table]:
-    """Return the tables that contain a job's held-out rows. With `fraction`, these are the tables of its
-    training rows."""
+    """Return the tables that contain a job's held-out rows. If a fraction of the training rows is held out,
+    these are the tables of the training rows."""
     return _open_evaluation(data, evaluation) or _open_training(data)
 
 

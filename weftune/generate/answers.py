@@ -73,7 +73,7 @@ class StreamedAnswer:
 
 
 def _stop_string_overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` with which the stop string begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of the stop string."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 

@@ -67,8 +67,8 @@ GRACE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to be started. The function `main` may send messages to the launcher over a connection, its
-    argument. The message None only shows that the process is alive."""
+    """A process to be started. It runs the function `main`, whose argument is a connection for messages to
+    the launcher. The message None only shows that the process is alive."""
 
     name: str
     main: Callable[[Connection], object]

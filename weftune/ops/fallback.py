@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class KernelWarning(UserWarning):
-    """The warning that plain torch computes an op, because its kernels do not run on the device."""
+    """The warning that plain torch computes an op, because the op's own kernels do not run on the device."""
 
 
 class KernelsFailed(Exception):

@@ -1,5 +1,5 @@
-"""Generation of answers to prompts with the base model that jobs train on. The adapter of an answer is
-attached to the base when a prompt asks for it."""
+"""Generation of answers to prompts with the base model on which jobs train. An adapter is attached to the
+base when a prompt requests that adapter."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ NICENESS = 5
 """Niceness of the processes that check files and prepare jobs: how much lower their priority is than that of
 the HTTP and training processes."""
 MAX_MISTAKES = 3
-"""Maximum number of sentences about invalid rows and keys in the error of a refused job."""
+"""Maximum number of invalid rows and keys that the error message of a refused job lists."""
 
 
 class ProcessDied(WeftuneError):

@@ -179,8 +179,8 @@ class FolderInbox:
             self._answer_request(Path(request.id), answer)
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Return whether there are requests. The method never waits, since a run of `weftune train` ends when
-        no job is left."""
+        """Return whether there are requests, without waiting for one: a run of `weftune train` ends when no
+        job is left."""
         return bool(pending_requests(self._records_folder)) and not stop()
 
     def close(self) -> None:

@@ -125,7 +125,8 @@ class Journal:
         self._try_write(lambda: replace_json(self.store.output / job / ANSWERS, content))
 
     def record_warning(self, name: str, sentence: str) -> None:
-        """Record a warning about a job's adapter. An empty sentence removes an earlier warning."""
+        """Record a warning about a job's adapter. If its text is empty, the job's earlier warning is
+        removed."""
         if self.store.job(name).warning != sentence:
             self.store.warn_job(name, sentence)
             self._try_write(self.store.write_status_soon)

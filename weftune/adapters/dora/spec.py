@@ -1,5 +1,5 @@
-"""The keys of a DoRA adapter in a jobs file, which are the keys of a LoRA adapter. This module does not
-import torch."""
+"""The keys of a DoRA adapter in a jobs file: those of a LoRA adapter. They are defined here so that they can
+be read without torch."""
 
 from __future__ import annotations
 

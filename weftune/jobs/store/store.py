@@ -415,8 +415,8 @@ class Store:
             raise troubles[0]
 
     def is_write_due(self) -> bool:
-        """Return whether the next change of the status should be written immediately, since the last write is
-        at least `STATUS_SECONDS` ago."""
+        """Return whether the next change of the status should be written immediately, which is the case if
+        the last write was at least `STATUS_SECONDS` ago."""
         return self._seconds_until_write() <= 0
 
     def _seconds_until_write(self) -> float:

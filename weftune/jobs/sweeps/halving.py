@@ -35,8 +35,7 @@ before the two means are compared."""
 FIRST_TREND = 20
 """Earliest step at which a trial can leave its sweep because its training loss does not fall."""
 TREND_SHARE = 0.1
-"""Fraction of a trial's steps, counted from the first, in which the trial never leaves its sweep because of
-its training loss."""
+"""Initial fraction of a trial's steps during which a poor training loss cannot stop the trial."""
 
 
 class TrialEnd(StrEnum):
@@ -63,8 +62,8 @@ class Decision:
     generation: int
     rung: int
     step: int
-    """Step of the rung (the comparison of trials) for the first evaluated trial. Other trials may have
-    another step if the sweep searches over numbers of steps."""
+    """Step at which the first evaluated trial is compared with the others (its rung). The step differs
+    between trials if the sweep searches over numbers of steps."""
     kept: tuple[str, ...]
     left: tuple[str, ...]
     began: int

@@ -51,7 +51,8 @@ class PlanTrial:
     depends, except the machine."""
 
     plans: tuple[ProductPlan, ...]
-    """Product plans (methods of the tiled kernels) whose times the trial compares."""
+    """Candidate product plans (ways in which the tiled kernels compute a matrix product) that are timed and
+    compared."""
     dtype: torch.dtype
     features: int
     widths: tuple[int, ...]
@@ -242,7 +243,8 @@ def fastest_plan(plan_times: Mapping[ProductPlan, float]) -> ProductPlan:
 class MeasuredPlan:
     plan: ProductPlan
     microseconds: Mapping[ProductPlan, float]
-    """Measured time of each plan in microseconds, stored for information only."""
+    """Measured time in microseconds of each product plan (a way in which the tiled kernels compute a matrix
+    product), stored for information only."""
 
 
 @dataclass(frozen=True, slots=True)

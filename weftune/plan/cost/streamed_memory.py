@@ -175,8 +175,8 @@ class StreamedMemory:
     jobs: tuple[JobShape, ...]
     uses_fused_ops: bool
     round_tokens: int
-    """Tokens of one round (one global batch of every job). Each stage keeps its inputs of all tokens of a
-    round until the backward."""
+    """Number of tokens of one round (one global batch of every job). Each stage keeps its input for all of
+    these tokens until the backward."""
     max_tokens: int
     """Tokens of a full microbatch."""
     adapters_travel: bool

@@ -154,7 +154,7 @@ class StateTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The time model of a whole base on one device."""
+    """The model that predicts the seconds of passes where one device holds the whole base."""
 
     forward: Terms
     backward: Terms

@@ -89,8 +89,8 @@ class Machine:
 
     on_gpu: bool
     devices: int = 1
-    """Number of devices. This number matters only if the number of workers, replicas, shards or shares (parts
-    of the jobs) is left to the planner."""
+    """Number of devices. It is used only if the planner chooses the number of workers, replicas, shards or
+    shares (groups of jobs with their own workers)."""
     budget_bytes: int
     """Bytes available to the run on each worker's device if the worker's part of the base stays resident."""
     process_bytes: int = 0

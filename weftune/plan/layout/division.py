@@ -36,7 +36,7 @@ choose."""
 SAME_SPEED = 0.01
 """Relative difference in speed below which the simpler of two divisions of the devices is chosen."""
 SHOWN = 3
-"""Number of ways to divide the devices that are reported to the user."""
+"""Maximum number of divisions of the devices that are listed for the user."""
 ROUND_TOKENS = 64
 """Token capacities are multiples of this number, except a capacity that is the length of the longest
 sample."""

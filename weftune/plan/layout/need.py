@@ -163,8 +163,8 @@ class StreamCase:
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
-    """Tokens of one round (one global batch of every job). Each stage keeps its inputs of all these tokens
-    for the backward."""
+    """Number of tokens of one round (one global batch of every job). Each stage keeps its input for all of
+    these tokens until the backward."""
     capacity: int
     adapters_travel: bool
     offloads_inputs: bool = False

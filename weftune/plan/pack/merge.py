@@ -235,7 +235,8 @@ class Grouping:
     groups: tuple[tuple[str, ...], ...]
     """Names of the jobs of each group, in the order in which the groups take turns."""
     microbatches: tuple[int, ...]
-    """Minimum number of microbatches in a round (one global batch of every job) of each group."""
+    """Minimum number of microbatches that each group of jobs must have in a round (one global batch of every
+    job in the group)."""
     no_ops: int
     """Number of no-ops (empty microbatches) per cycle, in which each group of jobs has one round (one global
     batch of each of its jobs)."""

@@ -121,7 +121,8 @@ class PricedCluster:
     device_roots: tuple[int, ...] = ()
     """Index of the PCIe root complex of each device. Empty means that all devices share the first one."""
     root_bandwidths: tuple[float, ...] = (math.inf,)
-    """Bandwidth of each root complex in bytes per second, shared by its concurrent Loads."""
+    """Bandwidth of each PCIe root complex in bytes per second. Copies from the host to its devices that run
+    at the same time share it."""
     serializes_loads: bool = False
     """Whether concurrent Loads run one after another instead of sharing the bandwidth equally. Since the Load
     that began first is needed first, later Loads should not slow it down."""

@@ -104,8 +104,8 @@ class Membership:
 def build_membership(
     base: Base, banks: Banks, device_microbatch: DeviceMicrobatch, route: Route, in_tiles: bool = False
 ) -> Membership:
-    """Return the assignment of a microbatch's rows to jobs and the sample boundaries, which are the same for
-    every stage. If `in_tiles`, rows are assigned to jobs later, one tile of rows at a time."""
+    """Return what is the same for every stage: the job of each row of a microbatch, and the boundaries of the
+    samples. If `in_tiles`, rows are assigned to jobs later, one tile of rows at a time."""
     rows = None
     if route is Route.tiled and not in_tiles:
         rows = Rows.empty(device_microbatch.microbatch.rows, banks.slots, base.device)

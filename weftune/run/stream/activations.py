@@ -145,7 +145,8 @@ class OffloadedActivations:
             self._copies.copy_out(visit, input_TD, self._host_TD(visit))
 
     def _host_TD(self, visit: StageVisit) -> Tensor:
-        """Return the host memory reserved for the input of this pass of a microbatch over a stage."""
+        """Return the host buffer that is reserved for the input of this pass of a microbatch through a
+        stage."""
         return self._host_GRD[self._offloaded.index(visit.stage), self._rows[visit.microbatch]]
 
     def read(self, visit: StageVisit) -> Tensor:

@@ -349,8 +349,8 @@ class HostSteps:
         return [vector for state in states for vector in state.vectors[:count]]
 
     def _vectors_to_host(self, states: Sequence[AdamState]) -> list[Tensor]:
-        """Return the vectors of each state that are copied back to the host. These are all except the
-        gradients, which are no longer needed, and except weights that stay on the device."""
+        """Return, for each job's optimizer state, the vectors that are copied back to the host. Gradients are
+        omitted, since they are no longer needed, and so are weights that stay on the device."""
         moved = [vector for state in states for vector in state.vectors[:3]]
         return moved if self._device_weights is None else [*moved, *(state.weights for state in states)]
 

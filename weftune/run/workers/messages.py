@@ -81,8 +81,8 @@ class End:
     """The command to end the worker, or only the Program that it is running."""
 
     ends_window_only: bool = False
-    """Whether only the running Program ends: the worker computes nothing more in it. Such a command is read
-    at once, even while another command is executed."""
+    """Whether the command ends the running Program but not the worker. A command to end is read at once, even
+    while another command is executed."""
 
 
 Command = Begin | Attach | RunProgram | JobCommand | End

@@ -33,8 +33,8 @@ SUMS_VALUES = 2 + SUMS_PER_MESSAGE
 gradient, then loss, correct predictions and metrics."""
 
 SCORE_VALUES = 4
-"""Number of values in a message with scores for the KL term of KTO: sum and number of values for a global
-batch, then sum and number of values for the held-out samples."""
+"""Length of a message with scores for the KL term of KTO: their sum and count for a global batch, then their
+sum and count for the held-out samples."""
 
 NOWHERE = slice(0, 0)
 AnyInbox = Inbox | DirectInbox
