@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -40,6 +41,8 @@ def train(
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    # Those of the process that it was forked from, with which it would not log where it prints.
+    logging.getLogger().handlers.clear()
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
