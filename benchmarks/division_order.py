@@ -536,26 +536,35 @@ def answer(connection: Connection) -> Any:
 
 
 def judge(found: Mapping[str, Sequence[DivisionSpeed]]) -> dict[str, Any]:
-    """Return Kendall's tau over the pairs of all cases, and how much slower the chosen divisions are."""
-    agreeing = disagreeing = 0
-    slower = {}
-    for name, speeds in found.items():
-        for one, other in combinations(speeds, 2):
-            if abs(one.measured - other.measured) <= ALIKE * max(one.measured, other.measured):
-                continue
-            agrees = (one.predicted > other.predicted) == (one.measured > other.measured)
-            agreeing, disagreeing = agreeing + agrees, disagreeing + (not agrees)
-        slower[name] = 1.0 - chosen(speeds).measured / max(one.measured for one in speeds)
-    pairs = agreeing + disagreeing
-    tau = (agreeing - disagreeing) / pairs if pairs else 1.0
+    """Return Kendall's tau over the pairs of all cases and of each case, and how much slower the chosen
+    divisions are."""
+    agreements: dict[str, list[bool]] = {
+        name: [
+            (one.predicted > other.predicted) == (one.measured > other.measured)
+            for one, other in combinations(speeds, 2)
+            if abs(one.measured - other.measured) > ALIKE * max(one.measured, other.measured)
+        ]
+        for name, speeds in found.items()
+    }
+    every = [agrees for pairs in agreements.values() for agrees in pairs]
+    slower = {
+        name: 1.0 - chosen(speeds).measured / max(one.measured for one in speeds)
+        for name, speeds in found.items()
+    }
     worst = max(slower.values(), default=0.0)
     return {
-        "tau": round(tau, 3),
-        "pairs": pairs,
+        "tau": round(kendall_tau(every), 3),
+        "taus": {name: round(kendall_tau(pairs), 3) for name, pairs in agreements.items()},
+        "pairs": len(every),
         "largest_loss_of_the_choice": round(worst, 3),
         "losses_of_the_choice": {name: round(loss, 3) for name, loss in slower.items()},
-        "passed": tau >= TAU_BAR and worst <= CHOICE_BAR,
+        "passed": kendall_tau(every) >= TAU_BAR and worst <= CHOICE_BAR,
     }
+
+
+def kendall_tau(agreements: Sequence[bool]) -> float:
+    """Return the share of pairs that agree minus the share of those that do not; 1 without pairs."""
+    return 2 * sum(agreements) / len(agreements) - 1 if agreements else 1.0
 
 
 def chosen(speeds: Sequence[DivisionSpeed]) -> DivisionSpeed:

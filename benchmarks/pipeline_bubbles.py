@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, pstdev
@@ -42,7 +43,6 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import inspect, load_config, model_source
 from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
-from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.workers import worker_environment
 from weftune.plan.cost.time import PassWork
@@ -53,9 +53,7 @@ from weftune.plan.program.program import (
     NOTHING,
     Backward,
     Forward,
-    ForwardPass,
     GlobalBatch,
-    MicrobatchPlan,
     PlacedSample,
     Program,
 )
@@ -75,6 +73,7 @@ from weftune.run.workers.paces import Paces
 from weftune.run.workers.trace import make_timeline
 from weftune.run.workers.worker import serve
 from weftune.trainer.planner import PlannerProcess
+from weftune.trainer.warm_up import random_microbatch
 
 CPU = torch.device("cpu")
 RANKS = (8, 16, 4, 32)
@@ -390,24 +389,8 @@ def course(job: str, step: int, case: Case, setting: Setting) -> JobWindow:
     return JobWindow(job, step, batches, (), frozenset(), frozenset())
 
 
-def fetch(plan: MicrobatchPlan, _kind: type[ForwardPass]) -> Microbatch:
-    """Random tokens, all of them supervised."""
-    lengths = [placed.length for segment in plan.segments for placed in segment.samples]
-    offsets = [placed.offset for segment in plan.segments for placed in segment.samples]
-    positions = [torch.arange(length) for length in lengths]
-    tokens_T = torch.randint(0, 64, (sum(lengths),))
-    segments, start = [], 0
-    for segment in plan.segments:
-        segments.append(Segment(segment.job, segment.step, start, start + segment.tokens))
-        start += segment.tokens
-    return Microbatch(
-        tokens_T=tokens_T,
-        positions_T=torch.cat(positions),
-        targets_T=tokens_T.roll(-1),
-        token_index_T=torch.cat([offset + p for offset, p in zip(offsets, positions, strict=True)]),
-        sample_lengths=tuple(lengths),
-        segments=tuple(segments),
-    )
+fetch = partial(random_microbatch, 64)
+"""Function that returns random tokens for a planned microbatch."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ TOKENS = 8
 def train(output, monkeypatch, warms_up, before=lambda loop: None):
     """Train a job, after a warm-up or not. Return the sizes of the warm-up's microbatches, and the job's
     losses and weights."""
-    made, run, fetch = [], Loop.run, module._random_microbatch
+    made, run, fetch = [], Loop.run, module.random_microbatch
 
     def run_after_warm_up(self, stop, callback=None):
         if warms_up:
@@ -34,7 +34,7 @@ def train(output, monkeypatch, warms_up, before=lambda loop: None):
         return made[-1]
 
     monkeypatch.setattr(Loop, "run", run_after_warm_up)
-    monkeypatch.setattr(module, "_random_microbatch", recorded)
+    monkeypatch.setattr(module, "random_microbatch", recorded)
     job = JobSpec(name="a", data=bench.rows(bench.samples(12)), steps=4, batch_size=4, learning_rate=1e-2)
     results = bench.trainer(bench.base(), output, [job]).run()
     assert results["a"].state == "succeeded"

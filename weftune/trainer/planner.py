@@ -1,4 +1,4 @@
-"""The process that plans the windows (a few global batches of every job each) of a pipeline.
+"""The process that plans the windows of a pipeline. A window is a few global batches of every job.
 
 Planning is pure Python and takes tenths of a second. In a thread it would hold the interpreter's lock most of
 that time, and the training thread, which needs the lock for every operation that it starts, would wait.
@@ -55,8 +55,8 @@ class PlannerProcess:
 
 
 def serve() -> None:
-    """Plan windows (a few global batches of every job each) on request, as the main function of the planning
-    process, until the caller closes the pipe or dies."""
+    """Plan windows on request, as the main function of the planning process, until the caller closes the pipe
+    or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the caller decides
     # Answers must not be mixed with what libraries print.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -44,7 +44,7 @@ def warm_up(loop: Loop, spec: LoraSpec, shapes: Sequence[JobShape], stop: Callab
     for window in windows:
         executor.attach(_new_training(loop, JobAdapter(window.job, spec, 0)))
     with suppress(OutOfMemory):
-        for _ in executor.run(program, partial(_random_microbatch, loop.base.shape.vocabulary), stop):
+        for _ in executor.run(program, partial(random_microbatch, loop.base.shape.vocabulary), stop):
             pass
     for window in windows:
         executor.detach(window.job)
@@ -74,7 +74,7 @@ def _random_window(shape: JobShape, max_tokens: int) -> JobWindow:
     return JobWindow(shape.name, 0, tuple(batches), (), frozenset(), frozenset())
 
 
-def _random_microbatch(vocabulary: int, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
+def random_microbatch(vocabulary: int, plan: MicrobatchPlan, kind: type[ForwardPass]) -> Microbatch:
     """Return a training microbatch of random tokens with the segments of `plan`. All tokens are
     supervised."""
     samples = [sample for segment in plan.segments for sample in segment.samples]

@@ -102,7 +102,7 @@ def fit_with_attention(passes: Sequence[MeasuredPass]) -> tuple[Line, float]:
     best, least, noise = np.zeros(3), math.inf, 1e-9 * float(seconds @ seconds)
     # Of terms that fit about equally well, the first ones are taken.
     for used in ([1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
-        fitted, *_ = np.linalg.lstsq(terms[:, used] / scales[used], seconds)
+        fitted, *_ = np.linalg.lstsq(terms[:, used] / scales[used], seconds, rcond=None)
         error = float(np.square(terms[:, used] / scales[used] @ fitted - seconds).sum())
         if fitted.min() >= 0 and error < least - noise:
             best, least = np.zeros(3), error
